@@ -24,7 +24,7 @@ from rawmla.kernels import (
     mla_convert_indices,
     mla_merge_states,
 )
-from rawmla.kernels.division import divisor, exact_divisor
+from rawmla.kernels.common import divisor, exact_divisor
 
 SPECS = {
     name: [spec for spec in all_specs() if spec.name == name]

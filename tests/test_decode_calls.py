@@ -118,9 +118,7 @@ class TestLaunch:
             "q_strides": (S_Q * H_Q * D_QK, H_Q * D_QK, D_QK),
             "q_rope_strides": (S_Q * H_Q * D_QK, H_Q * D_QK, D_QK),
             "k_cache": 0x2000,
-            "k_stride_block": PAGE * H_KV * D_QK,
-            "k_stride_token": H_KV * D_QK,
-            "k_stride_head": D_QK,
+            "k_strides": (PAGE * H_KV * D_QK, H_KV * D_QK, D_QK),
             "block_table": 0x3000,
             "block_table_stride": MAX_BLOCKS,
             "max_seqlen": MAX_BLOCKS * PAGE,
@@ -131,9 +129,7 @@ class TestLaunch:
             "object_layout": False,
             "batch_invariant": False,
             "out": out.ptr,
-            "out_stride_b": S_Q * H_Q * 512,
-            "out_stride_s": H_Q * 512,
-            "out_stride_h": 512,
+            "out_strides": (S_Q * H_Q * 512, H_Q * 512, 512),
             "lse": lse.ptr,
             "scratch": allocated[2].ptr,
             "scratch_bytes": allocated[2].shape[0],
@@ -261,7 +257,7 @@ class TestStrides:
         arguments = dense_arguments()
         change("k_cache", strides=(2 * K_STRIDES[0] + 64, *K_STRIDES[1:]))(arguments)
         rawmla.flash_mla_with_kvcache(**arguments)
-        assert world.decodes[0].k_stride_block == 2 * K_STRIDES[0] + 64
+        assert world.decodes[0].k_strides[0] == 2 * K_STRIDES[0] + 64
 
     @pytest.mark.parametrize("head_stride", (0, 1, 5))
     def test_one_kv_head_with_any_stride(self, world: World, head_stride: int) -> None:
@@ -271,7 +267,7 @@ class TestStrides:
             arguments
         )
         rawmla.flash_mla_with_kvcache(**arguments)
-        assert world.decodes[0].k_stride_head == 576
+        assert world.decodes[0].k_strides[2] == 576
 
     def test_table_rows_apart(self, world: World) -> None:
         arguments = dense_arguments()
@@ -305,7 +301,7 @@ class TestStrides:
         out, lse = rawmla.flash_mla_with_kvcache(**dense_arguments(), out=given)
         args = world.decodes[0]
         assert out is given and lse is world.framework.allocated[0]
-        assert (args.out, args.out_stride_b, args.out_stride_s, args.out_stride_h) == (0x7000, *strides[:3])
+        assert (args.out, args.out_strides) == (0x7000, strides[:3])
         assert [x.dtype for x in world.framework.allocated] == ["float32", "uint8"]
 
     def test_out_with_dimensions_of_size_one(self, world: World) -> None:
@@ -313,7 +309,7 @@ class TestStrides:
         change("q", shape=(B, 1, H_Q, D_QK))(arguments)
         given = out_array(shape=(B, 1, H_Q, 512), strides=(H_Q * 512, 0, 512, 1))
         rawmla.flash_mla_with_kvcache(**arguments, out=given)
-        assert world.decodes[0].out_stride_s == H_Q * 512
+        assert world.decodes[0].out_strides[1] == H_Q * 512
 
 
 class TestNothingToDo:
@@ -360,14 +356,14 @@ class TestKnownCalls:
             (put("q", q_pair((B, S_Q, H_Q, D_QK))), "q_rope"),
             (both(change("q", dtype="float16"), change("k_cache", dtype="float16")), "dtype"),
             (change("k_cache", shape=(NUM_BLOCKS, 2 * PAGE, H_KV, D_QK)), "page_block_size"),
-            (change("k_cache", strides=(10**6, *K_STRIDES[1:])), "k_stride_block"),
+            (change("k_cache", strides=(10**6, *K_STRIDES[1:])), "k_strides"),
             (change("block_table", shape=(B, MAX_BLOCKS + 1)), "max_seqlen"),
             (change("block_table", strides=(2 * MAX_BLOCKS, 1)), "block_table_stride"),
             (change("tile_scheduler_metadata", shape=(PARTS + 1, 8)), "num_parts"),
             (put("softmax_scale", 0.125), "softmax_scale"),
             (put("causal", True), "causal"),
             (put("enable_batch_invariant", True), "batch_invariant"),
-            (put("out", out_array(strides=(10**6, 10**5, 1024, 1))), "out_stride_h"),
+            (put("out", out_array(strides=(10**6, 10**5, 1024, 1))), "out_strides"),
         ],
         ids=lambda value: value if isinstance(value, str) else "",
     )

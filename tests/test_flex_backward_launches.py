@@ -16,7 +16,7 @@ from rawmla.errors import KernelNotReadyError
 from rawmla.flex.functions import header_of
 from rawmla.flex.mods import CudaMod
 from rawmla.jit.table import BoundedTable
-from rawmla.kernels import block_mask, flex_captured, mha_backward
+from rawmla.kernels import block_mask, flex_captured, mha_backward, mha_forward_variants
 from rawmla.kernels.block_mask import BlockLists
 from rawmla.kernels.flex_captured import CapturedGradient
 from rawmla.kernels.mha_backward import (
@@ -95,7 +95,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[SimpleNamespace]:
     monkeypatch.setattr(jit, "build", lambda spec: SimpleNamespace(losses=[], meta={"spill_stores": 0}))
     monkeypatch.setattr(jit, "tensor_map", lambda address, *what: address.to_bytes(128, "little"))
     monkeypatch.setattr(jit, "clear", clear)
-    monkeypatch.setattr(mha_backward, "_form_of", BoundedTable(4))
+    monkeypatch.setattr(mha_forward_variants, "_slow", BoundedTable(4))
     return launched
 
 

@@ -15,7 +15,7 @@ from rawmla.errors import KernelNotReadyError
 from rawmla.flex.functions import header_of
 from rawmla.flex.mods import CudaMod
 from rawmla.jit.table import BoundedTable
-from rawmla.kernels import mha_forward
+from rawmla.kernels import mha_forward_variants
 from rawmla.kernels.mha_forward import (
     MhaForwardAddresses,
     ModAddresses,
@@ -65,7 +65,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> list[_Kernel]:
     monkeypatch.setattr(jit, "get_kernel", get_kernel)
     monkeypatch.setattr(jit, "require_supported", lambda device: None)
     monkeypatch.setattr(jit, "build", lambda spec: SimpleNamespace(losses=[]))
-    monkeypatch.setattr(mha_forward, "_keys_of", BoundedTable(4))
+    monkeypatch.setattr(mha_forward_variants, "_slow", BoundedTable(4))
     monkeypatch.setattr(jit, "device_info", lambda device: SimpleNamespace(sm_count=SMS))
     return loaded
 

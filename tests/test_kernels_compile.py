@@ -40,7 +40,7 @@ from rawmla.kernels import (
     mla_sparse_prefill,
     mla_unite_selections,
 )
-from rawmla.kernels.division import divisor
+from rawmla.kernels.common import divisor
 from rawmla.kernels.operations import OPERATIONS, OPTIONS, specs_of
 
 SPECS = all_specs()
@@ -249,8 +249,8 @@ def test_warmup_of_head_dimensions(monkeypatch: pytest.MonkeyPatch) -> None:
     assert loaded_by(monkeypatch, "mha", **dims) == wanted
     others = loaded_by(monkeypatch, dtypes=["float16"])
     assert set(loaded_by(monkeypatch, **dims)) - set(others) == {*wanted, *specs_of(["flex"])}
-    assert loaded_by(monkeypatch, "prefix", prefix_head_dims=[64]) == mha_forward_variants.paged_specs(
-        "bfloat16", [64]
+    assert loaded_by(monkeypatch, "prefix", prefix_head_dims=[64]) == mha_forward_variants.specs(
+        "bfloat16", [(64, 64)], mha_forward_variants.USUAL_CACHES
     )
     wanted = [*mha_backward_variants.specs("float16", 96, 96), mha_backward_clear.CLEAR_SPEC]
     dims = {"mha_backward_head_dims": [(96, 96)], "dtypes": ["float16"]}
@@ -562,9 +562,9 @@ def dense_call(**changes: Any) -> mla_dense_decode.DenseDecodeCall:
         device=0, dtype="bfloat16", b=7, s_q=3, h_q=48, h_kv=2, d_qk=576, page_block_size=192,
         num_blocks=1000,
         q_strides=(100_008, 30_008, 584), q_rope_strides=(70_008, 20_008, 200),
-        k_stride_block=500_000, k_stride_token=1160, k_stride_head=592,
+        k_strides=(500_000, 1160, 592),
         block_table_stride=33, max_seqlen=40_000, num_parts=66, object_layout=True, batch_invariant=False,
-        out_stride_b=80_000, out_stride_s=25_000, out_stride_h=520, softmax_scale=0.3, causal=False,
+        out_strides=(80_000, 25_000, 520), softmax_scale=0.3, causal=False,
     )  # fmt: skip
     return mla_dense_decode.DenseDecodeCall(**{**values, **changes})
 
@@ -620,6 +620,7 @@ def test_dense_decode_launch(launches: list[Launch], changes: dict[str, Any]) ->
         "by_request": call.batch_invariant or call.b <= call.num_parts,
         "attn_sink": 0,
         **strides_of_q(call),
+        **dict(zip(("out_stride_b", "out_stride_s", "out_stride_h"), call.out_strides, strict=True)),
     }
 
     given = {**call._asdict(), **ADDRESSES._asdict()}
@@ -790,10 +791,19 @@ def test_sparse_decode_launch(
     assert main.spec in SPECS and merge.spec in SPECS
 
 
-def prefill_addresses(topk_length: int, attn_sink: int) -> mla_sparse_prefill.PrefillAddresses:
-    return mla_sparse_prefill.PrefillAddresses(
-        q=0x1000, q_rope=0x1800, kv=0x2000, indices=0x3000, topk_length=topk_length, attn_sink=attn_sink,
-        out=0x7000, max_logits=0x8000, lse=0x9000,
+def prefill_addresses(topk_length: int, attn_sink: int) -> mla_sparse.SparseAddresses:
+    return mla_sparse.SparseAddresses(
+        q=0x1000, q_rope=0x1800, k_cache=0x2000, extra_k_cache=0, indices=0x3000, extra_indices=0,
+        topk_length=topk_length, extra_topk_length=0, attn_sink=attn_sink, sched_meta=0, num_splits=0,
+        out=0x7000, lse=0x9000, max_logits=0x8000,
+    )  # fmt: skip
+
+
+def prefill_call(**values: Any) -> mla_sparse.SparseCall:
+    """A call whose requests are query tokens."""
+    return mla_sparse.SparseCall(
+        device=0, s_q=1, extra=mla_sparse.NO_CACHE, object_layout=True, batch_invariant=False,
+        softmax_scale=0.3, lse_factor=0.5, **values,
     )  # fmt: skip
 
 
@@ -802,11 +812,11 @@ def test_sparse_prefill_launch(launches: list[Launch], monkeypatch: pytest.Monke
     """Chunk after chunk: plan, attention, and the combine where a token has more than one block."""
     monkeypatch.setattr(mla_metadata, "MAX_BATCH", 40)
     h_q, parts = 70, 66
-    call = mla_sparse_prefill.SparsePrefillCall(
-        device=0, format="bf16", d_qk=576, load_bytes=16, s_q=100, h_q=h_q,
+    call = prefill_call(
+        format="bf16", d_qk=576, load_bytes=16, b=100, h_q=h_q,
         cache=mla_sparse.Cache(1, 1000, 1280, 1152, topk, 300, 0),
-        q_strides=(45_000, 584), q_rope_strides=(22_000, 200), out_strides=(40_000, 528), num_parts=parts,
-        softmax_scale=0.3, lse_factor=0.5, limited=True,
+        q_strides=(45_000, 0, 584), q_rope_strides=(22_000, 0, 200), out_strides=(40_000, 0, 528),
+        num_parts=parts, limited=True,
     )  # fmt: skip
     prepared = mla_sparse_prefill.prepare(call, not_capturing)
     prepared.launch(0x51, prefill_addresses(topk_length=0x4000, attn_sink=0x4F00), 0x10000)
@@ -864,11 +874,11 @@ def test_sparse_prefill_without_a_plan(
     launches: list[Launch], s_q: int, topk: int, uniform: tuple[int, ...]
 ) -> None:
     """Tokens that select equally many: attention, and the combine if they are cut."""
-    call = mla_sparse_prefill.SparsePrefillCall(
-        device=0, format="bf16", d_qk=576, load_bytes=16, s_q=s_q, h_q=128,
+    call = prefill_call(
+        format="bf16", d_qk=576, load_bytes=16, b=s_q, h_q=128,
         cache=mla_sparse.Cache(1, 8192, 1152, 1152, topk, topk, 0),
-        q_strides=(128 * 576, 576), q_rope_strides=(128 * 576, 576), out_strides=(128 * 512, 512),
-        num_parts=66, softmax_scale=0.3, lse_factor=0.5, limited=False,
+        q_strides=(128 * 576, 0, 576), q_rope_strides=(128 * 576, 0, 576), out_strides=(128 * 512, 0, 512),
+        num_parts=66, limited=False,
     )  # fmt: skip
     prepared = mla_sparse_prefill.prepare(call, not_capturing)
     prepared.launch(0x51, prefill_addresses(topk_length=0, attn_sink=0), 0x10000)
@@ -897,12 +907,12 @@ def test_batch_invariant_prefill(launches: list[Launch], limited: bool) -> None:
     assert (attention.params["max_splits"], prepared.scratch_bytes) == (0, 0)
 
 
-def _united_call(**changes: Any) -> mla_sparse_prefill.SparsePrefillCall:
-    return mla_sparse_prefill.SparsePrefillCall(
-        device=0, format="bf16", d_qk=576, load_bytes=16, s_q=1031, h_q=16,
+def _united_call(**changes: Any) -> mla_sparse.SparseCall:
+    return prefill_call(
+        format="bf16", d_qk=576, load_bytes=16, b=1031, h_q=16,
         cache=mla_sparse.Cache(1, 1000, 1280, 1280, 100, 120, 0),
-        q_strides=(45_000, 584), q_rope_strides=(22_000, 200), out_strides=(16 * 528, 528), num_parts=66,
-        softmax_scale=0.3, lse_factor=0.5, limited=True,
+        q_strides=(45_000, 0, 584), q_rope_strides=(22_000, 0, 200), out_strides=(16 * 528, 0, 528),
+        num_parts=66, limited=True,
     )._replace(**changes)  # fmt: skip
 
 
@@ -910,9 +920,9 @@ def _united_call(**changes: Any) -> mla_sparse_prefill.SparsePrefillCall:
     "changes",
     [
         {"h_q": 64},
-        {"h_q": 24, "out_strides": (24 * 528, 528)},
-        {"s_q": 511},
-        {"out_strides": (17 * 528, 528)},
+        {"h_q": 24, "out_strides": (24 * 528, 0, 528)},
+        {"b": 511},
+        {"out_strides": (17 * 528, 0, 528)},
         {"cache": mla_sparse.Cache(1, 1601, 1280, 1280, 100, 120, 0)},
         {"cache": mla_sparse.Cache(1, 32_769, 1280, 1280, 4096, 4096, 0)},
         {"cache": mla_sparse.Cache(1, 1000, 1280, 1280, 4097, 4097, 0)},
@@ -998,7 +1008,7 @@ def test_united_prefill_launch(launches: list[Launch], monkeypatch: pytest.Monke
     ("changes", "cache", "copied"),
     [
         ({}, {}, True),
-        ({"s_q": 31}, {"num_blocks": 47}, False),  # 2,491 rows, 19,840 selected
+        ({"b": 31}, {"num_blocks": 47}, False),  # 2,491 rows, 19,840 selected
         ({"h_q": 3}, {}, False),
         ({"load_bytes": 8}, {}, None),
         ({"h_q": 16}, {}, None),
@@ -1016,11 +1026,11 @@ def test_fp8_rows_that_are_selected_often_are_copied(
     layout = mla_cache_rows.QUANTIZED[format]
     copied = copied if copied is not None else format == "model1"
     page = 53
-    call = mla_sparse_prefill.SparsePrefillCall(
-        device=0, format=format, d_qk=layout.d_qk, load_bytes=16, s_q=32, h_q=64,
+    call = prefill_call(
+        format=format, d_qk=layout.d_qk, load_bytes=16, b=32, h_q=64,
         cache=mla_sparse.Cache(page, 10, 60_000, layout.row_bytes, 640, 700, 0)._replace(**cache),
-        q_strides=(64 * layout.d_qk, layout.d_qk), q_rope_strides=(64 * layout.d_qk, layout.d_qk),
-        out_strides=(64 * 512, 512), num_parts=132, softmax_scale=0.3, lse_factor=0.5, limited=True,
+        q_strides=(64 * layout.d_qk, 0, layout.d_qk), q_rope_strides=(64 * layout.d_qk, 0, layout.d_qk),
+        out_strides=(64 * 512, 0, 512), num_parts=132, limited=True,
     )._replace(**changes)  # fmt: skip
     prepared = mla_sparse_prefill.prepare(call, not_capturing)
     prepared.launch(0x51, prefill_addresses(topk_length=0x4000, attn_sink=0), 0x10000)

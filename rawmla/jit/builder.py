@@ -23,8 +23,6 @@ from rawmla.jit.sources import SourceSet, collect, find_source_root
 from rawmla.jit.spec import KernelSpec
 from rawmla.jit.table import BoundedTable
 
-__all__ = ["Builder", "CompiledKernel", "build", "default_builder", "export"]
-
 FORMAT = 1  # of keys and entries; a change makes every older entry a miss
 DEFAULT_CACHE_MB = 256
 MEMORY_KERNELS = 512  # compiled kernels kept where the disk takes none
@@ -32,32 +30,19 @@ MEMORY_KERNELS = 512  # compiled kernels kept where the disk takes none
 
 @dataclass(frozen=True)
 class CompiledKernel:
-    """A cubin and what is known about it.
-
-    Attributes
-    ----------
-    spec : KernelSpec
-    cubin : bytes
-        ELF image for sm_90a.
-    meta : dict
-        ``registers`` (per thread), ``barriers``, ``spill_stores``, ``spill_loads``, ``local_bytes``,
-        ``static_shared_bytes``, ``dynamic_shared_bytes`` (bytes per CTA), ``threads``, ``compile_seconds``,
-        ``nvrtc`` (version), ``options``, ``sources`` (file to SHA-256), ``cubin_bytes``, ``cubin_sha256`` and
-        ``origin``: ``"prebuilt"``, ``"cache"``, ``"memory"`` or ``"compiled"``.
-    source : str
-        Text of the main source file.
-    log : str
-        Program log of the compilation, with the ptxas report.
-    path : Path or None
-        File that holds the cubin; None if it exists in memory only.
-    """
+    """A cubin and what is known about it."""
 
     spec: KernelSpec
-    cubin: bytes
+    cubin: bytes  # ELF image for sm_90a
     meta: dict[str, Any]
-    source: str
-    log: str
-    path: Path | None
+    """``registers`` (per thread), ``barriers``, ``spill_stores``, ``spill_loads``, ``local_bytes``,
+    ``static_shared_bytes``, ``dynamic_shared_bytes`` (bytes per CTA), ``threads``, ``compile_seconds``,
+    ``nvrtc`` (version), ``options``, ``sources`` (file to SHA-256), ``cubin_bytes``, ``cubin_sha256`` and
+    ``origin``: ``"prebuilt"``, ``"cache"``, ``"memory"`` or ``"compiled"``.
+    """
+    source: str  # text of the main source file
+    log: str  # of the compilation, with the ptxas report
+    path: Path | None  # file that holds the cubin; None if it exists in memory only
 
     @property
     def losses(self) -> list[str]:
@@ -68,13 +53,8 @@ class CompiledKernel:
 class Builder:
     """Builds kernels from one source folder; the module-level functions use `default_builder`.
 
-    Parameters
-    ----------
-    source_root : Path
-        Folder that has ``kernels/<name>.cu`` and the headers.
-    cache : DiskCache
-    prebuilt : Path or None
-        Folder that `export` wrote to, looked at first.
+    ``source_root`` has ``kernels/<name>.cu`` and the headers. ``prebuilt`` is a folder that `export` wrote
+    to, and is looked at first.
     """
 
     def __init__(self, source_root: Path, cache: DiskCache, prebuilt: Path | None = None) -> None:
@@ -82,7 +62,6 @@ class Builder:
         self.cache = cache
         self.prebuilt = prebuilt
         self._memory: BoundedTable[str, CompiledKernel] = BoundedTable(MEMORY_KERNELS)
-        self._failures: DiskCache | None = None  # where the cache takes none
         self._warned: set[str] = set()
         self._mutex = threading.Lock()
 
@@ -91,15 +70,10 @@ class Builder:
 
         With ``keep`` nothing is compiled that the cache cannot store.
 
-        Raises
-        ------
-        CompileError
-            The compiler refused the kernel; or the kernel has no user text, and spills, uses local memory or
-            has serialised WGMMA.
-        NVRTCNotFoundError, MissingDependencyError
-            It has to be compiled, and the compiler is missing.
-        OSError
-            It has to be compiled and kept, and the cache folder cannot be used or written.
+        Raises `CompileError` if the compiler refuses the kernel, or if the kernel has no user text and
+        spills, uses local memory or has serialised WGMMA. Where it has to be compiled, raises
+        `NVRTCNotFoundError` or `MissingDependencyError` without a compiler, and `OSError` with ``keep`` if
+        the cache folder cannot be used or written.
         """
         sources = collect(self.source_root, spec.name, spec.headers)
         options = nvrtc.compiler_options(spec)
@@ -206,16 +180,14 @@ class Builder:
             except OSError:
                 pass
         try:
-            return self._temporary().store_failure(spec.name, key, sources, text)
+            return self._temporary.store_failure(spec.name, key, sources, text)
         except OSError:
             return None
 
+    @functools.cached_property
     def _temporary(self) -> DiskCache:
-        with self._mutex:
-            if self._failures is None:
-                folder = Path(tempfile.mkdtemp(prefix="rawmla-failed-"))
-                self._failures = DiskCache(folder, self.cache.max_bytes)
-            return self._failures
+        """Has what did not compile where the cache takes nothing."""
+        return DiskCache(Path(tempfile.mkdtemp(prefix="rawmla-failed-")), self.cache.max_bytes)
 
 
 def export(compiled: CompiledKernel, folder: Path) -> Path:

@@ -28,25 +28,16 @@ from rawmla.jit.entry import (
 )
 from rawmla.jit.sources import SourceSet
 
-__all__ = ["DiskCache"]
-
 LOCK_TIMEOUT_S = 60.0  # a compile takes seconds; after this the work is done twice rather than waited for
 STALE_TMP_S = 3600.0
 _REMEDY = "RAWMLA_CACHE_DIR names another folder"
 
 
 class DiskCache:
-    """Bounded cache in one folder.
+    """Bounded cache in one folder, which is created at the first use, readable for its owner alone.
 
-    Parameters
-    ----------
-    path : Path
-        The folder. It is created, readable for its owner alone, at the first use.
-    max_bytes : int
-        Bound on the sum of all entries. Beyond it the least recently used ones are deleted; the entry just
-        stored always stays.
-    refusal : str, optional
-        Why the folder cannot be used, if that is known already.
+    ``max_bytes`` bounds the sum of all entries. Beyond it the least recently used ones are deleted; the entry
+    just stored always stays. ``refusal`` says why the folder cannot be used, if that is known already.
     """
 
     def __init__(self, path: Path, max_bytes: int, refusal: str | None = None) -> None:

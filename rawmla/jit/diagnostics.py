@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
-__all__ = ["split_log"]
-
 _ERROR = re.compile(r"(?P<file>[^\s(]+)\((?P<line>\d+)\): (?P<text>(?:catastrophic )?error\b.*)")
 _CARET = re.compile(r"\s*\^\s*")
 _INDENT = 2  # columns that NVRTC puts before a source line and its caret

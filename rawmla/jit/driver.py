@@ -16,17 +16,6 @@ from typing import Any
 
 from rawmla.errors import LaunchError, NoGPUError
 
-__all__ = [
-    "NO_DEVICE",
-    "DeviceInfo",
-    "DeviceNeeded",
-    "Driver",
-    "aligned_buffer",
-    "current_device",
-    "device_info",
-    "get_driver",
-]
-
 NO_DEVICE = -1
 """Given as a device, it makes a call stop where it needs one, with `DeviceNeeded`: arguments are checked."""
 

@@ -16,16 +16,6 @@ from typing import Any
 
 from rawmla.errors import RawMLAError
 
-__all__ = [
-    "TMP_PREFIX",
-    "UntrustedError",
-    "entry_name",
-    "read_entry",
-    "remove_entry",
-    "untrusted_reason",
-    "write_entry",
-]
-
 CUBIN_FILE = "kernel.cubin"
 META_FILE = "meta.json"
 TMP_PREFIX = ".tmp-"
@@ -44,16 +34,10 @@ def read_entry(folder: Path, key: str, *, root_may_own: bool = False) -> tuple[b
     """Cubin and metadata, or None if the entry is missing, truncated, altered or of another key.
 
     The hashes in the metadata are no signature: whoever can write one file can write the other.
+    ``root_may_own``: root may own the entry, as well as this user.
 
-    Parameters
-    ----------
-    root_may_own : bool
-        Root may own the entry, as well as this user.
-
-    Raises
-    ------
-    UntrustedError
-        The folder or a file in it is a symbolic link, belongs to another user or is writable for others.
+    Raises `UntrustedError` if the folder or a file in it is a symbolic link, belongs to another user or is
+    writable for others.
     """
     try:
         with _opened(folder, os.O_DIRECTORY, root_may_own) as inside:

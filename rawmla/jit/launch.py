@@ -13,8 +13,6 @@ from rawmla.errors import LaunchError
 from rawmla.jit.driver import Driver, aligned_buffer, get_driver
 from rawmla.jit.spec import KernelSpec
 
-__all__ = ["NO_LAUNCH", "Kernel", "PreparedLaunch", "clear"]
-
 # CUlaunchConfig (56 bytes): grid 3 x u32, block 3 x u32, dynamic shared memory u32, padding, stream @32,
 # attribute pointer @40, number of attributes u32 @48. The first struct is what changes from call to call.
 _CALL = struct.Struct("<7I4xQ")
@@ -83,16 +81,7 @@ class _Buffers:
 
 
 class Kernel:
-    """A kernel loaded on one device.
-
-    Attributes
-    ----------
-    spec : KernelSpec
-    device : int
-        Device ordinal.
-    meta : dict
-        See `CompiledKernel.meta`.
-    """
+    """A kernel loaded on one device; ``meta`` as in `CompiledKernel`."""
 
     def __init__(
         self,
@@ -142,26 +131,13 @@ class Kernel:
     ) -> None:
         """Enqueue the kernel; legal inside a CUDA-graph capture, never synchronises, thread safe.
 
-        Parameters
-        ----------
-        grid : (int, int, int)
-            CTAs per axis.
-        params : bytes
-            The parameter struct of the kernel, all its bytes; copied before the call returns.
-        stream : int
-            Stream handle of the kernel's device; 0 is the legacy default stream.
-        cluster : (int, int, int), optional
-            Cluster size in CTAs. None: what the kernel was compiled with, else no clusters.
-        pdl : bool
-            Programmatic dependent launch: the kernel may start before the one ahead of it on the stream has
-            finished, and waits for it with ``griddepcontrol.wait``.
+        ``params`` has all bytes of the parameter struct, and is copied before the call returns. ``stream`` 0
+        is the legacy default stream. ``cluster`` is a size in CTAs; None: what the kernel was compiled with,
+        else no clusters. ``pdl``, programmatic dependent launch: the kernel may start before the one ahead of
+        it on the stream has finished, and waits for it with ``griddepcontrol.wait``.
 
-        Raises
-        ------
-        ValueError
-            ``params`` is not as long as the kernel's parameter struct.
-        LaunchError
-            The driver refused the launch (or reports an earlier asynchronous error).
+        Raises `ValueError` if ``params`` has another length than the struct, and `LaunchError` if the driver
+        refuses the launch or reports an earlier asynchronous error.
         """
         if stream == NO_LAUNCH:
             return
@@ -199,12 +175,7 @@ class Kernel:
     ) -> PreparedLaunch:
         """Launches that differ only in the stream and in the first members of the parameter struct.
 
-        Parameters
-        ----------
-        changing : struct.Struct
-            Format of the members that change.
-
-        Others as for `launch`.
+        ``changing`` is the format of these members. Others as for `launch`.
         """
         return PreparedLaunch(self, grid, params, changing, cluster, pdl)
 

@@ -21,8 +21,6 @@ from rawmla.jit.launch import Kernel
 from rawmla.jit.spec import KernelSpec
 from rawmla.jit.table import BoundedTable
 
-__all__ = ["get_kernel", "loaded_labels", "require_supported"]
-
 _FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
 
 # A captured graph needs the code of its kernels and does not hold it. Our own variants are few, and stay.
@@ -44,21 +42,12 @@ def get_kernel(spec: KernelSpec, device: int, *, capturing: Callable[[], bool] |
     variant, or one that may lose, spills, uses local memory or has serialised WGMMA, there is one
     ``RuntimeWarning`` for it.
 
-    Parameters
-    ----------
-    spec : KernelSpec
-    device : int
-        Device ordinal.
-    capturing : callable, optional
-        Tells whether the caller's stream is being captured into a CUDA graph; nothing is compiled or loaded
-        then. Asked only when the kernel is not loaded.
+    ``capturing`` says whether the caller's stream is being captured into a CUDA graph; nothing is compiled or
+    loaded then. It is called only when the kernel is not loaded.
 
-    Raises
-    ------
-    KernelNotReadyError
-        ``capturing()``, and this process has not loaded the kernel on this device yet.
-    NoGPUError, UnsupportedGPUError, MissingDependencyError, NVRTCNotFoundError, CompileError, LaunchError
-        See the classes; each text has the remedy.
+    Raises `KernelNotReadyError` if ``capturing()`` and this process has not loaded the kernel on this device
+    yet; else `NoGPUError`, `UnsupportedGPUError`, `MissingDependencyError`, `NVRTCNotFoundError`,
+    `CompileError` or `LaunchError`, whose texts have the remedy.
     """
     kernel = _loaded(spec, device)
     if kernel is not None:

@@ -12,8 +12,6 @@ from rawmla.errors import INSTALL_HINT, MissingDependencyError, NVRTCNotFoundErr
 from rawmla.jit.sources import SourceSet
 from rawmla.jit.spec import KernelSpec
 
-__all__ = ["CHECKED_VERSIONS", "NVRTCResult", "compile_source", "compiler_options", "library_path", "version"]
-
 # Every numeric or code-generating flag is here and nowhere else. ptxas takes one option per flag.
 _BASE_OPTIONS = (
     "-arch=sm_90a",
@@ -119,17 +117,12 @@ def library_path() -> str | None:
     return found.group(0) if found else None
 
 
-def _has_cache(release: str) -> bool:
-    """Whether this NVRTC has a cache of its own, and with it the flag that turns it off."""
-    major, minor, *_ = map(int, release.split("."))
-    return (major, minor) >= (12, 9)
-
-
 def compile_source(source: SourceSet, options: tuple[str, ...]) -> NVRTCResult:
     """Compile; a refused program comes back with ``cubin=None`` and the log."""
-    if _has_cache(version()):
-        # It answers without the log that the checks for spills read. The code is the same with the flag, so
-        # that no key has it.
+    major, minor, *_ = map(int, version().split("."))
+    if (major, minor) >= (12, 9):
+        # This NVRTC has a cache of its own, which answers without the log that the checks for spills read.
+        # The code is the same with the flag, so that no key has it.
         options = (*options, "-no-cache")
     nvrtc = _bindings()
     program = _create(nvrtc, source.main, source.main_name, source.headers)

@@ -10,20 +10,6 @@ import struct
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-__all__ = [
-    "F32",
-    "I32",
-    "I64",
-    "POINTER",
-    "TENSOR_MAP",
-    "U32",
-    "CType",
-    "Member",
-    "ParamStruct",
-    "bytes_type",
-    "struct_type",
-]
-
 
 class CType(NamedTuple):
     """The C++ type of a member. Called with names, it declares members of this type.
@@ -37,12 +23,9 @@ class CType(NamedTuple):
     alignment: int
     members: tuple[tuple[str, CType], ...] = ()
 
-    def __call__(self, *names: str, length: int = 0, elements: Sequence[str] = ()) -> list[Declaration]:
-        """Declare members, or arrays of ``length`` elements if it is given.
-
-        The elements of an array that changes from launch to launch have names: ``elements``.
-        """
-        return [Declaration(name, self, length or len(elements), tuple(elements)) for name in names]
+    def __call__(self, *names: str, length: int = 0) -> list[Declaration]:
+        """Declare members, or arrays of ``length`` elements if it is given."""
+        return [Declaration(name, self, length) for name in names]
 
 
 class Declaration(NamedTuple):
@@ -51,7 +34,16 @@ class Declaration(NamedTuple):
     name: str
     type: CType
     length: int
-    elements: tuple[str, ...]
+    changes: bool = False
+
+
+def changing(*declarations: Iterable[Declaration]) -> list[Declaration]:
+    """Declare members that change from launch to launch: pointers, tensor maps, bytes, or arrays of them.
+
+    They are the first of their struct. `PreparedLaunch.launch` takes them in this order, arrays element by
+    element.
+    """
+    return [one._replace(changes=True) for several in declarations for one in several]
 
 
 class Member(NamedTuple):
@@ -77,21 +69,29 @@ def bytes_type(name: str, size: int) -> CType:
     return CType(name, f"{size}s", size, 8)
 
 
-# The native size_t packs in half the time of "Q".
-_CHANGING_CODES = {POINTER: "N", TENSOR_MAP: TENSOR_MAP.code}
-
-
 def struct_type(kind: Any, *types: CType) -> CType:
     """The type of a C++ struct that has the name and the fields of ``kind``, a NamedTuple."""
     members = tuple(zip(kind._fields, types, strict=True))
-    code, size = "", 0
-    for type in types:
-        aligned = _aligned(size, type.alignment)
-        code += "x" * (aligned - size) + type.code
-        size = aligned + type.size
-    alignment = max(type.alignment for type in types)
-    code += "x" * (_aligned(size, alignment) - size)
-    return CType(kind.__name__, code, _aligned(size, alignment), alignment, members)
+    _, code, size, alignment = _layout([(type, 0) for type in types])
+    return CType(kind.__name__, code, size, alignment, members)
+
+
+def _layout(members: Sequence[tuple[CType, int]]) -> tuple[list[int], str, int, int]:
+    """The offsets of members of these types and lengths, and the code, size and alignment of the struct."""
+    offsets: list[int] = []
+    code, end = "", 0
+    for type, length in members:
+        offset = _aligned(end, type.alignment)
+        offsets.append(offset)
+        code += "x" * (offset - end) + type.code * (length or 1)
+        end = offset + type.size * (length or 1)
+    alignment = max(type.alignment for type, _ in members)
+    size = _aligned(end, alignment)
+    return offsets, code + "x" * (size - end), size, alignment
+
+
+def _aligned(offset: int, alignment: int) -> int:
+    return -(-offset // alignment) * alignment
 
 
 class ParamStruct:
@@ -100,11 +100,7 @@ class ParamStruct:
     Parameters
     ----------
     declarations : iterables of Declaration
-        The members in order: ``I64("q_stride_b", "q_stride_s"), I32("topk", length=2), ...``.
-    changing : sequence of str
-        Names of the members that change from launch to launch, in the order in which
-        `PreparedLaunch.launch` takes them; of an array, the names of its elements. They have to be the first
-        members, and pointers, tensor maps or bytes.
+        The members in order: ``changing(POINTER("q")), I64("q_stride_b"), I32("topk", length=2), ...``.
 
     Attributes
     ----------
@@ -121,48 +117,27 @@ class ParamStruct:
     Raises
     ------
     ValueError
-        ``changing`` does not name the first members in their order.
+        A member that changes follows one that does not.
     """
 
     pack: Callable[..., bytes]
 
-    def __init__(self, *declarations: Iterable[Declaration], changing: Sequence[str] = ()) -> None:
+    def __init__(self, *declarations: Iterable[Declaration]) -> None:
         declared = [one for several in declarations for one in several]
-        members: list[Member] = []
-        codes, offset = "<", 0
-        for name, type, length, _ in declared:
-            aligned = _aligned(offset, type.alignment)
-            code = type.code * (length or 1)
-            members.append(Member(name, type, length, aligned, code))
-            codes += "x" * (aligned - offset) + code
-            offset = aligned + type.size * (length or 1)
-        self.size = _aligned(offset, max(type.alignment for _, type, _, _ in declared))
-        codes += "x" * (self.size - offset)
-        self.members = tuple(members)
-        fixed = _split(declared, list(changing))
-        self.changing = struct.Struct(
-            "@"
-            + "".join(
-                _CHANGING_CODES.get(one.type, one.type.code) * (one.length or 1) for one in declared[:fixed]
-            )
+        number = sum(one.changes for one in declared)
+        if not all(one.changes for one in declared[:number]):
+            names = [one.name for one in declared if one.changes]
+            raise ValueError(f"changing: expected the first members of the struct, got {names}")
+        offsets, code, self.size, _ = _layout([(one.type, one.length) for one in declared])
+        self.members = tuple(
+            Member(one.name, one.type, one.length, offset, one.type.code * (one.length or 1))
+            for one, offset in zip(declared, offsets, strict=True)
         )
-        self.pack = _packer(struct.Struct(codes), self.members[:fixed], self.members[fixed:])
-
-
-def _aligned(offset: int, alignment: int) -> int:
-    return -(-offset // alignment) * alignment
-
-
-def _split(declared: list[Declaration], changing: list[str]) -> int:
-    """How many members `changing` names; they have to be the first ones."""
-    names: list[str] = []
-    number = 0
-    while len(names) < len(changing) and number < len(declared):
-        names += declared[number].elements or (declared[number].name,)
-        number += 1
-    if names != changing:
-        raise ValueError(f"changing: expected the first members {names}, got {changing}")
-    return number
+        first, fixed = self.members[:number], self.members[number:]
+        # The native size_t packs in half the time of "Q".
+        codes = ["N" * (one.length or 1) if one.type is POINTER else one.code for one in first]
+        self.changing = struct.Struct("@" + "".join(codes))
+        self.pack = _packer(struct.Struct("<" + code), first, fixed)
 
 
 def _packer(

@@ -14,8 +14,6 @@ from pathlib import Path
 
 from rawmla.errors import RawMLAError
 
-__all__ = ["SourceSet", "collect", "find_source_root"]
-
 _INCLUDE = re.compile(rb'^[ \t]*#[ \t]*include[ \t]*["<]([^">\r\n]+)[">]', re.MULTILINE)
 
 
@@ -66,20 +64,11 @@ def collect(root: Path, kernel: str, generated: Sequence[tuple[str, str]] = ()) 
     Include lines are relative to ``root``, whichever file they stand in. All include lines count, also those
     in comments or inactive ``#if`` branches. One that names no file below ``root`` is left to the compiler,
     which reports it with file and line if it is active. An absolute path is refused: the compiler would read
-    that file, and nobody would notice when it changes.
+    that file, and nobody would notice when it changes. ``generated`` has the names and texts of headers that
+    are no files.
 
-    Parameters
-    ----------
-    generated : sequence of (str, str)
-        Name and text of headers that are no files.
-
-    Raises
-    ------
-    RawMLAError
-        There is no such kernel.
-    ValueError
-        A generated header has the name of a file below ``root`` or includes what a macro names, or an include
-        line has an absolute path.
+    Raises `RawMLAError` if there is no such kernel, and `ValueError` if a generated header has the name of a
+    file below ``root`` or includes what a macro names, or if an include line has an absolute path.
     """
     main_name = f"kernels/{kernel}.cu"
     try:

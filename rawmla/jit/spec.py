@@ -8,8 +8,6 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-__all__ = ["KernelSpec"]
-
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _HEADER_NAME = re.compile(r"[A-Za-z0-9_]+([./-][A-Za-z0-9_]+)*")  # no "..", not absolute, no quotes or spaces
 MAX_SMEM_BYTES = 232_448  # dynamic shared memory one CTA can have on sm_90 (227 KiB)
@@ -19,35 +17,20 @@ MAX_SMEM_BYTES = 232_448  # dynamic shared memory one CTA can have on sm_90 (227
 class KernelSpec:
     """One variant of one kernel; hashable, and cheap to look up.
 
-    Parameters
-    ----------
-    name : str
-        The kernel lives in ``cuda_src/kernels/<name>.cu``; its ``extern "C"`` entry point has the same name.
-    defines : iterable of (str, int)
-        ``-DNAME=VALUE`` compiler options. Stored sorted, so the order given does not matter.
-    threads : int
-        Threads of one CTA. The kernel has them as ``THREADS``.
-    smem_bytes : int
-        Dynamic shared memory of one CTA, in bytes. The kernel has them as ``SMEM_BYTES``.
-    headers : iterable of (str, str)
-        Generated headers: the name as it stands in ``#include`` lines, and the text. They hold what a user
-        wrote.
-    may_lose : bool
-        The variant may spill or serialise WGMMA, which is a warning then, see `get_kernel`. So may every one
-        with headers.
-
-    Raises
-    ------
-    ValueError
-        A name that is no C identifier or no relative path, a name given twice, or a number out of range.
+    Raises `ValueError` for a name that is no C identifier or no relative path, a name given twice, or a
+    number out of range.
     """
 
-    name: str
-    defines: tuple[tuple[str, int], ...]
-    threads: int
-    smem_bytes: int
+    name: str  # of cuda_src/kernels/<name>.cu, and of its `extern "C"` entry point
+    defines: tuple[tuple[str, int], ...]  # -DNAME=VALUE compiler options; stored sorted
+    threads: int  # of one CTA. The kernel has them as THREADS
+    smem_bytes: int  # dynamic shared memory of one CTA. The kernel has them as SMEM_BYTES
     headers: tuple[tuple[str, str], ...] = ()
+    """Generated headers, which hold what a user wrote: the name in #include lines, and the text."""
     may_lose: bool = False
+    """The variant may spill or serialise WGMMA, which is a warning then, see `get_kernel`. So may every one
+    with headers.
+    """
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from typing import Literal
 
 from rawmla.errors import LaunchError
 from rawmla.jit.driver import aligned_buffer, get_driver
-
-__all__ = ["TENSOR_MAP_BYTES", "tensor_map"]
 
 TENSOR_MAP_BYTES = 128
 
@@ -22,37 +19,23 @@ _MAX_RANK = 5
 @functools.lru_cache(maxsize=4096)
 def tensor_map(
     ptr: int,
-    dtype: Literal["bfloat16", "float16", "float32", "uint8"],
+    dtype: str,
     dims: tuple[int, ...],
     strides_bytes: tuple[int, ...],
     box: tuple[int, ...],
-    swizzle: Literal["none", "32b", "128b"],
-    l2_promotion: Literal["none", "128b", "256b"],
+    swizzle: str,
+    l2_promotion: str,
 ) -> bytes:
     """Tiled tensor map for ``cp.async.bulk.tensor``; the 128 bytes of a ``CUtensorMap``.
 
     The last 4096 maps are kept, by all their arguments (never by shape alone), so a repeated call costs one
     lookup. Elements out of range read as zero. No GPU memory is touched.
 
-    Parameters
-    ----------
-    ptr : int
-        Device address, a multiple of 16.
-    dtype : str
-        Element type; ``bfloat16`` and ``float16`` differ only in name, nothing is converted.
-    dims : tuple of int
-        Tensor extents in elements, innermost first; rank 1 to 5.
-    strides_bytes : tuple of int
-        Byte strides of all dimensions but the innermost; multiples of 16, below 2**40.
-    box : tuple of int
-        Elements copied by one instruction, per dimension; at most 256 each, and with a swizzle at most its
-        bytes innermost.
-    swizzle, l2_promotion : str
+    ``ptr`` is a multiple of 16. ``dims`` are extents in elements, innermost first, of 1 to 5 dimensions.
+    ``strides_bytes`` belong to all but the innermost, multiples of 16 below 2**40. ``box``: elements that one
+    instruction copies, per dimension; at most 256 each, and with a swizzle at most its bytes innermost.
 
-    Raises
-    ------
-    LaunchError
-        The driver refused the combination; the text has every field.
+    Raises `LaunchError` with every field if the driver refuses the combination.
     """
     fields = (
         f"ptr={ptr:#x}, dtype={dtype!r}, dims={dims}, strides_bytes={strides_bytes}, box={box}, "

@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from .. import jit
-from ..jit.params import I32, I64, POINTER, ParamStruct, bytes_type
+from ..jit.params import I32, I64, POINTER, ParamStruct, bytes_type, changing
 from .common import ceil_div
 
 __all__ = [
@@ -91,11 +91,9 @@ class ListAddresses(NamedTuple):
 def states_params(mask_mod_bytes: int) -> ParamStruct:
     """Params of block_mask_states.cu for a mask function whose parameters take ``mask_mod_bytes`` bytes."""
     return ParamStruct(
-        bytes_type("MaskMod", mask_mod_bytes)("mask_mod"),
-        POINTER("states"),
+        changing(bytes_type("MaskMod", mask_mod_bytes)("mask_mod"), POINTER("states")),
         I64("blocks"),
         I32("heads", "rows", "columns", "block_q", "block_k", "q_len", "kv_len"),
-        changing=("mask_mod", "states"),
     )
 
 

@@ -1,12 +1,13 @@
-"""Sizes that several kernels share with their CUDA sources, and small arithmetic.
+"""Sizes that several kernels share with their CUDA sources, arithmetic, and members of parameter structs.
 
 Cache formats are in `rawmla.kernels.mla_cache_rows`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from math import e, log2
+from typing import Any
 
 DTYPES = {"bfloat16": 0, "float16": 1}
 """Values of the define DTYPE."""
@@ -26,12 +27,11 @@ Q_UNIT = 8
 """Elements in the unit of strides and offsets of q, 16 bytes; kernels store them in 32 bits."""
 CHUNK = 64
 """Columns of a 16-bit tile in shared memory: rows of 128 bytes, which is what the swizzle permutes."""
+_DIM_STEP = 32
 LOG2_E = log2(e)
 INT32_MAX = 2**31 - 1
 MAX_TOPK = 2**30 - 1
 """Columns of indices: sums of two, rounded up to blocks, are still int32."""
-_ALIGNMENT = 128
-"""Bytes, of arrays in scratch."""
 MAX_GRID_YZ = 65_535
 """CTAs along grid y and along grid z."""
 BATCH_INVARIANT_MIN_BLOCKS = 8
@@ -53,33 +53,58 @@ def max_splits(num_parts: int, b: int, max_blocks: int, batch_invariant: bool) -
     return most
 
 
+def fields(record: Any, *names: str) -> dict[str, Any]:
+    """Members of the parameter structs that have the names and values of a record's fields."""
+    return {name: getattr(record, name) for name in names}
+
+
 def q_stride_params(strides: tuple[int, ...], rope_strides: tuple[int, ...]) -> dict[str, int]:
     """Members of the parameter structs: strides of q and of its RoPE columns, in units of `Q_UNIT` elements.
 
     Only the stride of a dimension of one element, which is never used, can exceed 32 bits.
     """
-    names = ("stride_b", "stride_s", "stride_h")
+    q, q_rope = ([stride // Q_UNIT % 2**32 for stride in given] for given in (strides, rope_strides))
+    return stride_params(q=q, q_rope=q_rope)
+
+
+def stride_params(**strides: Sequence[int]) -> dict[str, int]:
+    """Members of the parameter structs: strides of arrays in elements, for (batch, token, head)."""
     return {
-        f"{part}_{name}": stride // Q_UNIT % 2**32
-        for part, given in (("q", strides), ("q_rope", rope_strides))
-        for name, stride in zip(names, given, strict=True)
+        f"{name}_stride_{axis}": stride
+        for name, given in strides.items()
+        for axis, stride in zip("bsh", given, strict=True)
     }
 
 
-def stride_params(name: str, strides: tuple[int, ...]) -> dict[str, int]:
-    """Members of the parameter structs: an array's strides in elements, for (batch, token, head)."""
-    return dict(zip((f"{name}_stride_b", f"{name}_stride_s", f"{name}_stride_h"), strides, strict=True))
-
-
-def offsets_in_scratch(sizes: Iterable[int]) -> tuple[list[int], int]:
+def offsets_in_scratch(sizes: Iterable[int], alignment: int = 128) -> tuple[list[int], int]:
     """Aligned offsets in scratch of arrays with the given sizes in bytes, and the size of the scratch."""
     offsets, end = [], 0
     for size in sizes:
         offsets.append(end)
-        end = ceil_div(end + size, _ALIGNMENT) * _ALIGNMENT
+        end = ceil_div(end + size, alignment) * alignment
     return offsets, end
 
 
 def ceil_div(a: int, b: int) -> int:
     """The quotient rounded up, for a >= 0 and b > 0."""
     return -(-a // b)
+
+
+def padded(d: int) -> int:
+    """The columns that kernels of multi-head attention compute for a head dimension: the others are zeros."""
+    return ceil_div(d, _DIM_STEP) * _DIM_STEP
+
+
+def divisor(d: int) -> tuple[int, int]:
+    """(magic, shift): n // d is n * magic >> shift for 0 <= n < 2**31. 1 <= d < 2**31.
+
+    cuda_src/common/division.cuh divides so by a number that the host knows.
+    """
+    shift = 31 + (d - 1).bit_length()
+    return -(-(1 << shift) // d), shift
+
+
+def exact_divisor(d: int) -> tuple[int, int]:
+    """(inverse, shift): n // d of a multiple n of d is (n >> shift) * inverse, modulo 2**32. 1 <= d."""
+    shift = (d & -d).bit_length() - 1
+    return pow(d >> shift, -1, 2**32), shift

@@ -9,11 +9,10 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import jit
-from ..jit.params import I32, I64, POINTER, ParamStruct
+from ..jit.params import I32, I64, POINTER, ParamStruct, changing
 from ..jit.spec import MAX_SMEM_BYTES
-from .common import CHUNK, DTYPES, FLOAT_DTYPES, ceil_div
+from .common import CHUNK, DTYPES, FLOAT_DTYPES, ceil_div, padded
 from .mha_backward_variants import BLOCK_ROWS
-from .mha_forward_variants import padded
 
 if TYPE_CHECKING:
     from .mha_backward import BackwardCall, BackwardMods
@@ -44,10 +43,9 @@ class CapturedGradient(NamedTuple):
 
 
 CAPTURED_FINISH_PARAMS = ParamStruct(
-    POINTER("sums", "largest", "out"),
+    changing(POINTER("sums", "largest", "out")),
     I64("count"),
     I32("sums_are", "dtype", "terms_log2"),
-    changing=("sums", "largest", "out"),
 )
 FINISH_SPEC = jit.KernelSpec("flex_captured_finish", (), threads=_FINISH_THREADS, smem_bytes=0)
 

@@ -5,15 +5,14 @@ and after them: gradients of multi-head attention, with functions of the user's 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
-from typing import Any, Literal, NamedTuple, cast
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 from .. import jit
-from ..jit.params import F32, I32, I64, POINTER, TENSOR_MAP, Declaration, ParamStruct, bytes_type
-from ..jit.table import BoundedTable
+from ..jit.params import F32, I32, I64, POINTER, TENSOR_MAP, Declaration, ParamStruct, bytes_type, changing
 from . import block_mask
 from .block_mask import NO_LISTS, BlockLists, Grid
-from .common import CHUNK, FLOAT_DTYPES, ceil_div, offsets_in_scratch, stride_params
+from .common import CHUNK, FLOAT_DTYPES, ceil_div, fields, offsets_in_scratch, padded, stride_params
 from .flex_captured import CAPTURED_KEYS, CapturedGradient, PreparedCaptured, terms_log2
 from .mha_backward_clear import prepare_clear
 from .mha_backward_variants import (
@@ -28,14 +27,9 @@ from .mha_backward_variants import (
     specs,
     specs_around,
 )
-from .mha_forward import NO_BOUND, scale_params
-from .mha_forward_variants import padded
-from .mha_maps import MAX_MAPS, key_map
-
-__all__ = [
-    *("FINISH_PARAMS", "PREPARE_PARAMS", "BackwardAddresses", "BackwardCall", "BackwardMods"),
-    *("PreparedMhaBackward", "params_of"),
-]
+from .mha_forward import NO_BOUND, list_params, scale_params
+from .mha_forward_variants import is_slow
+from .tensor_maps import TensorMaps, key_map
 
 _FEW_SPILLS = 256
 """Bytes that a thread may spill in the whole kernel. By arithmetic that takes 400 cycles of a step of 2,560
@@ -121,25 +115,23 @@ class BackwardCall(NamedTuple):
 
 
 PREPARE_PARAMS = ParamStruct(
-    POINTER("out", "dout", "lse", "dlse", "lse_log2", "delta", "dq_accum"),
-    POINTER("attn_sink", "dsink_parts", "weights", "turns", "cu_seqlens_q", "seqused_q"),
+    changing(
+        POINTER("out", "dout", "lse", "dlse", "lse_log2", "delta", "dq_accum"),
+        POINTER("attn_sink", "dsink_parts", "weights", "turns", "cu_seqlens_q", "seqused_q"),
+    ),
     I64("out_stride_b", "out_stride_s", "out_stride_h"),
     I64("dout_stride_b", "dout_stride_s", "dout_stride_h"),
     I64("lse_stride_b", "lse_stride_s", "lse_stride_h"),
     I64("dlse_stride_b", "dlse_stride_s", "dlse_stride_h"),
     I64("blocks"),
     I32("b", "heads", "seqlen_q", "total_q", "d_v", "accum_columns", "sink_dtype"),
-    changing=(
-        "out", "dout", "lse", "dlse", "lse_log2", "delta", "dq_accum",
-        "attn_sink", "dsink_parts", "weights", "turns", "cu_seqlens_q", "seqused_q",
-    ),
-)  # fmt: skip
+)
 
 
 @cache
 def params_of(mod_bytes: tuple[int, int] | None = None) -> ParamStruct:
     """Params of cuda_src/mha/backward_params.cuh; ``mod_bytes``: of what score_mod and mask_mod read."""
-    changing = [
+    first = [
         *TENSOR_MAP("q_map", "dout_map", "k_map", "v_map"),
         *POINTER("lse", "delta", "weights", "dq_accum", "turns", "dk", "dv"),
         *POINTER("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "alibi_slopes"),
@@ -147,7 +139,7 @@ def params_of(mod_bytes: tuple[int, int] | None = None) -> ParamStruct:
     of_lists: list[Declaration] = []
     if mod_bytes is not None:
         score, mask = mod_bytes
-        changing += [
+        first += [
             *POINTER("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices", "ranks", "largest"),
             *bytes_type("ScoreMod", score)("score_mod"),
             *bytes_type("MaskMod", mask)("mask_mod"),
@@ -159,7 +151,7 @@ def params_of(mod_bytes: tuple[int, int] | None = None) -> ParamStruct:
             *I32("q_blocks", "requests", "terms_log2"),
         ]
     return ParamStruct(
-        changing,
+        changing(first),
         I64("dk_stride_b", "dk_stride_s", "dk_stride_h"),
         I64("dv_stride_b", "dv_stride_s", "dv_stride_h"),
         I64("blocks"),
@@ -167,17 +159,15 @@ def params_of(mod_bytes: tuple[int, int] | None = None) -> ParamStruct:
         I32("window_left", "window_right", "tiles_per_head", "section", "alibi_stride_b"),
         F32("softmax_scale_log2", "score_scale", "score_factor", "scale"),
         of_lists,
-        changing=[one.name for one in changing],
     )
 
 
 FINISH_PARAMS = ParamStruct(
-    POINTER("dq_accum", "dq", "cu_seqlens_q", "dsink_parts", "dsink"),
+    changing(POINTER("dq_accum", "dq", "cu_seqlens_q", "dsink_parts", "dsink")),
     I64("dq_stride_b", "dq_stride_s", "dq_stride_h"),
     I64("blocks"),
     I32("b", "seqlen_q", "total_q", "d_qk", "accum_columns", "sink_dtype"),
     F32("scale"),
-    changing=("dq_accum", "dq", "cu_seqlens_q", "dsink_parts", "dsink"),
 )
 _L2_BYTES = 20 << 20
 """What tiles that run together may read and add to of queries, in a good part of L2."""
@@ -199,13 +189,7 @@ def section_of(readers: int, seqlen_q: int, d_qk: int, d_v: int, deterministic: 
 
 
 class PreparedMhaBackward:
-    """The launches of a call.
-
-    Attributes
-    ----------
-    scratch_bytes : int
-        Size of the scratch that `launch` takes.
-    """
+    """The launches of a call, which take ``scratch_bytes`` of scratch."""
 
     def __init__(self, call: BackwardCall, capturing: Callable[[], bool]) -> None:
         """Load the kernels; ``capturing`` as in `rawmla.jit.get_kernel`."""
@@ -244,7 +228,7 @@ class PreparedMhaBackward:
             4 * ranked_blocks,  # ranks
             *(() if self._captured is None else self._captured.scratch_sizes),
         ))  # fmt: skip
-        self._maps: dict[tuple[int, ...], tuple[bytes, ...]] = {}  # by the addresses of q, dout, k and v
+        self._maps = TensorMaps(partial(_maps, call))
 
     def launch(self, stream: int, addresses: BackwardAddresses, scratch: int, *of_mods: Any) -> None:
         """Enqueue the kernels of the gradients that are needed, and with segments one for tokens of no
@@ -274,7 +258,7 @@ class PreparedMhaBackward:
 
         def arguments(tile_keys: int, score_mod: bytes | None = None) -> tuple[Any, ...]:
             """The arguments of a kernel whose tiles have ``tile_keys`` keys."""
-            maps = self._maps_of((q, dout, k, v), tile_keys)
+            maps = self._maps[q, dout, k, v, tile_keys]
             given = (
                 stream, *maps, lse_log2, delta, weights, accum, turns, dk, dv, cu_seqlens_q, cu_seqlens_k,
                 seqused_q, seqused_k, alibi_slopes,
@@ -320,10 +304,8 @@ class PreparedMhaBackward:
         }
         kernel = jit.get_kernel(prepare, call.device, capturing=self._capturing)
         params = PREPARE_PARAMS.pack(
-            **stride_params("out", call.out_strides),
-            **stride_params("dout", call.dout_strides),
-            **stride_params("lse", call.lse_strides),
-            **stride_params("dlse", call.dlse_strides),
+            **stride_params(out=call.out_strides, dout=call.dout_strides),
+            **stride_params(lse=call.lse_strides, dlse=call.dlse_strides),
             heads=call.h_q,
             d_v=call.d_v,
             **sizes,
@@ -334,7 +316,7 @@ class PreparedMhaBackward:
             return before, None
         kernel = jit.get_kernel(finish, call.device, capturing=self._capturing)
         params = FINISH_PARAMS.pack(
-            **stride_params("dq", call.dq_strides), d_qk=call.d_qk, scale=call.softmax_scale, **sizes
+            **stride_params(dq=call.dq_strides), d_qk=call.d_qk, scale=call.softmax_scale, **sizes
         )
         chunks = ceil_div(self._accum_columns, CHUNK) if call.needs.dq else 1
         grid = (call.h_q * self._blocks, chunks, 1)
@@ -368,72 +350,54 @@ class PreparedMhaBackward:
         call = self._call
         requests = call.b // call.k_batches if call.mods else 1
         return self._struct.pack(
-            **stride_params("dk", call.dk_strides),
-            **stride_params("dv", call.dv_strides),
+            **stride_params(dk=call.dk_strides, dv=call.dv_strides),
+            **fields(call, "d_qk", "d_v", "total_q", "total_k"),
+            **fields(call, "window_left", "window_right", "alibi_stride_b"),
             blocks=self._blocks,
             b=call.k_batches,
             heads_kv=call.h_kv,
             group=call.h_q // call.h_kv,
-            d_qk=call.d_qk,
-            d_v=call.d_v,
             seqlen_q=call.max_seqlen_q,
             seqlen_k=call.max_seqlen_k,
-            total_q=call.total_q,
-            total_k=call.total_k,
-            window_left=call.window_left,
-            window_right=call.window_right,
             tiles_per_head=ceil_div(call.max_seqlen_k, tile_keys),
             section=_section(call, requests),
-            alibi_stride_b=call.alibi_stride_b,
             scale=call.softmax_scale,
             **scale_params(call),
-            **({} if call.mods is None else self._list_params(call.mods, requests)),
+            **({} if call.mods is None else self._mod_params(call.mods, requests)),
         )
 
-    def _list_params(self, mods: BackwardMods, requests: int) -> dict[str, Any]:
+    def _mod_params(self, mods: BackwardMods, requests: int) -> dict[str, Any]:
         """The members that a call with `BackwardMods` has besides."""
         lists, mask = mods.lists or NO_LISTS, self._mask
         return {
-            "counts_strides": (*lists.counts_strides[0], *lists.counts_strides[1]),
-            "lists_strides": (*lists.lists_strides[0], *lists.lists_strides[1]),
+            **list_params(lists),
             "list_rows": tuple(min(most, mask.columns if mask else 0) for most in lists.columns),
-            "mask_batches": lists.batches,
-            "mask_heads": lists.heads,
             "mask_rows": mask.columns if mask else 0,
             "mask_columns": mask.rows if mask else 0,
             "block_rows": ceil_div(lists.block_q, BLOCK_ROWS),
-            "block_k": lists.block_k,
             "q_blocks": self._blocks // self._call.b,
             "requests": requests,
             "terms_log2": terms_log2(self._call, mods),
         }
 
-    def _maps_of(self, arrays: tuple[int, ...], tile_keys: int) -> tuple[bytes, ...]:
-        """The tensor maps of q, dout, k and v, with boxes of ``tile_keys`` keys."""
-        key = (*arrays, tile_keys)
-        found = self._maps.get(key)
-        if found is not None:
-            return found
-        call = self._call
-        dtype = cast(Literal["bfloat16", "float16"], call.dtype)
-        q_batches, k_batches = (1, 1) if call.varlen else (call.b, call.k_batches)
 
-        def of_queries(address: int, d: int, strides: Strides) -> bytes:
-            return key_map(address, dtype, d, BLOCK_ROWS, call.h_q, call.total_q, q_batches, strides)
+def _maps(call: BackwardCall, key: tuple[int, ...]) -> tuple[bytes, ...]:
+    """The tensor maps of q, dout, k and v; ``key`` has their addresses, and the keys of a box."""
+    q, dout, k, v, tile_keys = key
+    q_batches, k_batches = (1, 1) if call.varlen else (call.b, call.k_batches)
 
-        def of_keys(address: int, d: int, strides: Strides) -> bytes:
-            return key_map(address, dtype, d, tile_keys, call.h_kv, call.total_k, k_batches, strides)
+    def of_queries(address: int, d: int, strides: Strides) -> bytes:
+        return key_map(address, call.dtype, d, BLOCK_ROWS, call.h_q, call.total_q, q_batches, strides)
 
-        q, dout, k, v = arrays
-        if len(self._maps) >= MAX_MAPS:
-            self._maps.clear()
-        maps = self._maps[key] = (
-            of_queries(q, call.d_qk, call.q_strides),
-            of_queries(dout, call.d_v, call.dout_strides),
-            of_keys(k, call.d_qk, call.k_strides),
-            of_keys(v, call.d_v, call.v_strides),
-        )
-        return maps
+    def of_keys(address: int, d: int, strides: Strides) -> bytes:
+        return key_map(address, call.dtype, d, tile_keys, call.h_kv, call.total_k, k_batches, strides)
+
+    return (
+        of_queries(q, call.d_qk, call.q_strides),
+        of_queries(dout, call.d_v, call.dout_strides),
+        of_keys(k, call.d_qk, call.k_strides),
+        of_keys(v, call.d_v, call.v_strides),
+    )
 
 
 def _has_weights(call: BackwardCall) -> bool:
@@ -443,38 +407,28 @@ def _has_weights(call: BackwardCall) -> bool:
 
 def _load(call: BackwardCall, capturing: Callable[[], bool]) -> tuple[Form, jit.Kernel | None]:
     """The form of a call and the main kernel; None where nobody needs its results."""
-    if call.mods is not None:
-        if not call.needs.main:
+    options, needs, mods = (call.dtype, call.d_qk, call.d_v), call.needs, call.mods
+    if mods is None:
+        flags = call.softcap > 0, call.has_alibi, _has_weights(call)
+        form = form_of(call.dtype, padded(call.d_qk), padded(call.d_v), *flags, needs)
+        if not needs.main:
+            return form, None
+        _, chosen, _ = specs(*options, *flags, needs)
+    else:
+        if not needs.main:
             return BY_KEYS._replace(tile_keys=CAPTURED_KEYS), None
-        return _load_with_mods(call, call.mods, capturing)
-    flags = call.softcap > 0, call.has_alibi, _has_weights(call)
-    form = form_of(call.dtype, padded(call.d_qk), padded(call.d_v), *flags, call.needs)
-    if not call.needs.main:
-        return form, None
-    _, chosen, _ = specs(call.dtype, call.d_qk, call.d_v, *flags, call.needs)
+        form, *others = forms_of(call.d_qk, call.d_v)
+        chosen = flex_spec(*options, form, mods.header, needs)
+        if others and is_slow(chosen, call.device, capturing, _loses_much):
+            # Consumers share a product where functions leave them no registers else.
+            form = others[0]
+            chosen = flex_spec(*options, form, mods.header, needs)
     return form, jit.get_kernel(chosen, call.device, capturing=capturing)
 
 
-_form_of: BoundedTable[jit.KernelSpec, Form] = BoundedTable(512)
-"""By the variant in the better form: that which is used."""
-
-
-def _load_with_mods(
-    call: BackwardCall, mods: BackwardMods, capturing: Callable[[], bool]
-) -> tuple[Form, jit.Kernel]:
-    """The same with functions: consumers share a product where these leave them no registers else."""
-    best, *others = forms_of(call.d_qk, call.d_v)
-    first = flex_spec(call.dtype, call.d_qk, call.d_v, best, mods.header, call.needs)
-    form = best if not others else _form_of.get(first)
-    if form is None:
-        if capturing():
-            return best, jit.get_kernel(first, call.device, capturing=capturing)
-        jit.require_supported(call.device)
-        built = jit.build(first)
-        is_slow = built.meta["spill_stores"] > _FEW_SPILLS or any(x.startswith("ptxas") for x in built.losses)
-        form = _form_of[first] = others[0] if is_slow else best
-    chosen = flex_spec(call.dtype, call.d_qk, call.d_v, form, mods.header, call.needs)
-    return form, jit.get_kernel(chosen, call.device, capturing=capturing)
+def _loses_much(built: jit.CompiledKernel) -> bool:
+    """Whether code spills more than `_FEW_SPILLS`, or has serialised products."""
+    return built.meta["spill_stores"] > _FEW_SPILLS or any(x.startswith("ptxas") for x in built.losses)
 
 
 def _mask_of(call: BackwardCall) -> Grid | None:

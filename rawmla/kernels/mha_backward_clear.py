@@ -8,23 +8,19 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from .. import jit
-from ..jit.params import I32, I64, POINTER, ParamStruct
+from ..jit.params import I32, I64, POINTER, ParamStruct, changing
 from .common import ceil_div
 
 if TYPE_CHECKING:
     from .mha_backward import BackwardCall
 
-__all__ = ["CLEAR_PARAMS", "CLEAR_SPEC", "prepare_clear"]
-
 CLEAR_SPEC = jit.KernelSpec("mha_backward_clear", (), threads=128, smem_bytes=0)
 _CLEARED_ROWS = 64
 CLEAR_PARAMS = ParamStruct(
-    POINTER("cu_seqlens_q", "cu_seqlens_k"),
-    POINTER("gradients", elements=("dq", "dk", "dv")),
+    changing(POINTER("cu_seqlens_q", "cu_seqlens_k"), POINTER("gradients", length=3)),  # dq, dk and dv
     I64("strides_s", "strides_h", length=3),
     I32("tokens", "heads", "columns", "first_ctas", length=3),
     I32("b"),
-    changing=("cu_seqlens_q", "cu_seqlens_k", "dq", "dk", "dv"),
 )
 
 

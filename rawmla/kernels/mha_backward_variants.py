@@ -9,13 +9,7 @@ from typing import NamedTuple
 
 from .. import jit
 from ..jit.spec import MAX_SMEM_BYTES
-from .common import CHUNK, DTYPES, ceil_div
-from .mha_forward_variants import padded
-
-__all__ = [
-    *("ALL", "BLOCK_ROWS", "BY_KEYS", "BY_KEYS_WIDE", "BY_PRODUCT", "Form", "Needs"),
-    *("flex_spec", "form_of", "forms_of", "references_spec", "specs", "specs_around"),
-]
+from .common import CHUNK, DTYPES, ceil_div, padded
 
 BLOCK_ROWS = 64
 _BARRIER_BYTES = 640
@@ -207,12 +201,7 @@ def references_spec(dtype: str, d_qk: int, tile_keys: int, header: tuple[str, st
     d_qk = padded(d_qk)
     return jit.KernelSpec(
         "flex_row_references",
-        (
-            ("DTYPE", DTYPES[dtype]),
-            ("D_QK", d_qk),
-            ("FLEX", True),
-            ("TILE_KEYS", tile_keys),
-        ),
+        (("DTYPE", DTYPES[dtype]), ("D_QK", d_qk), ("FLEX", True), ("TILE_KEYS", tile_keys)),
         threads=_REFERENCE_THREADS,
         smem_bytes=2 * CHUNK * ceil_div(d_qk, CHUNK) * (BLOCK_ROWS + tile_keys) + 16,
         headers=(header,),

@@ -4,28 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import NamedTuple
+from typing import TYPE_CHECKING
 
 from .. import jit
-from ..jit.params import F32, I32, I64, POINTER, ParamStruct
-from .common import DTYPES, FLOAT_DTYPES, ceil_div, stride_params
+from ..jit.params import F32, I32, I64, POINTER, ParamStruct, changing
+from .common import DTYPES, FLOAT_DTYPES, ceil_div, fields, padded, stride_params
 
-__all__ = [
-    "MAX_SCRATCH",
-    "PARAMS",
-    "Combine",
-    "PreparedCombine",
-    "num_splits",
-    "spec",
-    "state_bytes",
-]
+if TYPE_CHECKING:
+    from .mha_forward import MhaForwardCall
 
 PARAMS = ParamStruct(
-    POINTER("o_accum", "lse_accum", "out", "lse", "cu_seqlens_q", "attn_sink", "out_scale"),
+    changing(POINTER("o_accum", "lse_accum", "out", "lse", "cu_seqlens_q", "attn_sink", "out_scale")),
     I64("rows", "out_stride_b", "out_stride_s", "out_stride_h"),
     I32("splits", "b", "heads", "seqlen_q", "d_v", "sink_dtype"),
     F32("out_scale_value"),
-    changing=("o_accum", "lse_accum", "out", "lse", "cu_seqlens_q", "attn_sink", "out_scale"),
 )
 _ROWS = 4
 _MAX_SPLITS = 32
@@ -48,26 +40,8 @@ def num_splits(tiles: int, key_blocks: int, sms: int, split_bytes: int) -> int:
 
 
 def state_bytes(rows: int, d_accum: int) -> int:
-    """Of the results of a split: O and lse in float32."""
+    """Bytes of the results of a split: O and lse in float32."""
     return 4 * rows * (d_accum + 1)
-
-
-class Combine(NamedTuple):
-    """Sizes of a combine, and strides of out in elements for the dimensions (batch, token, head)."""
-
-    device: int
-    dtype: str
-    splits: int
-    b: int
-    heads: int
-    seqlen_q: int  # contiguous tokens of a head: of a request, or of all
-    rows: int
-    d_v: int
-    d_accum: int  # columns of a split's row
-    out_strides: tuple[int, int, int]
-    sink_dtype: str
-    out_fp8: bool = False
-    out_scale: float | None = None
 
 
 @cache
@@ -78,48 +52,36 @@ def spec(dtype: str, d_accum: int, out_fp8: bool = False) -> jit.KernelSpec:
 
 
 class PreparedCombine:
-    """The launch of a combine.
+    """The launch of a combine. The results of all splits take ``scratch_bytes`` of scratch."""
 
-    Attributes
-    ----------
-    scratch_bytes : int
-        Size of the results of all splits.
-    """
-
-    def __init__(self, call: Combine, capturing: Callable[[], bool]) -> None:
-        """Load the kernel; ``capturing`` as in `rawmla.jit.get_kernel`."""
-        kernel = jit.get_kernel(
-            spec(call.dtype, call.d_accum, call.out_fp8), call.device, capturing=capturing
-        )
-        self._lse_bytes = ceil_div(4 * call.splits * call.rows, 16) * 16
-        self.scratch_bytes = self._lse_bytes + 4 * call.splits * call.rows * call.d_accum
+    def __init__(self, call: MhaForwardCall, splits: int, rows: int, capturing: Callable[[], bool]) -> None:
+        """Load the kernel; ``rows`` are query tokens times heads. ``capturing`` as in `jit.get_kernel`."""
+        out_fp8 = call.cache is not None and call.cache.out_fp8
+        out_scale = call.cache.out_scale if call.cache is not None else None
+        d_accum = padded(call.d_v)
+        kernel = jit.get_kernel(spec(call.dtype, d_accum, out_fp8), call.device, capturing=capturing)
+        self._lse_bytes = ceil_div(4 * splits * rows, 16) * 16
+        self.scratch_bytes = self._lse_bytes + 4 * splits * rows * d_accum
         params = PARAMS.pack(
-            rows=call.rows,
-            **stride_params("out", call.out_strides),
-            splits=call.splits,
-            b=call.b,
-            heads=call.heads,
-            seqlen_q=call.seqlen_q,
-            d_v=call.d_v,
-            sink_dtype=FLOAT_DTYPES[call.sink_dtype],
-            out_scale_value=1.0 if call.out_scale is None else call.out_scale,
+            rows=rows,
+            **stride_params(out=call.out_strides),
+            splits=splits,
+            **fields(call, "b", "d_v"),
+            heads=call.h_q,
+            seqlen_q=call.lse_strides[1],  # contiguous tokens of a head: of a request, or of all
+            sink_dtype=FLOAT_DTYPES[call.sink_dtype or "float32"],
+            out_scale_value=1.0 if out_scale is None else out_scale,
         )
-        grid = (ceil_div(call.rows, _ROWS), 1, 1)
+        grid = (ceil_div(rows, _ROWS), 1, 1)
         self._launch = kernel.prepare(grid, params, PARAMS.changing, pdl=True).launch
 
     def places(self, scratch: int) -> tuple[int, int]:
         """The addresses of o_accum and lse_accum in scratch."""
         return scratch + self._lse_bytes, scratch
 
-    def launch(
-        self,
-        stream: int,
-        scratch: int,
-        out: int,
-        lse: int,
-        cu_seqlens_q: int,
-        attn_sink: int,
-        out_scale: int = 0,
-    ) -> None:
-        """Enqueue the kernel after the one that wrote the splits to ``scratch``. Others as in `PARAMS`."""
-        self._launch(stream, *self.places(scratch), out, lse, cu_seqlens_q, attn_sink, out_scale)
+    def launch(self, stream: int, scratch: int, *others: int) -> None:
+        """Enqueue the kernel after the one that wrote the splits to ``scratch``.
+
+        ``others`` are the members of `PARAMS` that change, from ``out`` on.
+        """
+        self._launch(stream, *self.places(scratch), *others)

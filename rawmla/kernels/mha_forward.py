@@ -5,35 +5,29 @@ or with functions of the user's and lists of blocks.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import jit
-from ..jit.params import F32, I32, I64, POINTER, TENSOR_MAP, U32, ParamStruct, bytes_type
-from ..jit.table import BoundedTable
+from ..jit.params import F32, I32, I64, POINTER, TENSOR_MAP, U32, ParamStruct, bytes_type, changing
 from .block_mask import NO_LISTS, BlockLists
-from .common import FLOAT_DTYPES, INT32_MAX, LOG2_E, ceil_div, stride_params
-from .mha_combine import Combine, PreparedCombine, num_splits, state_bytes
+from .common import FLOAT_DTYPES, INT32_MAX, LOG2_E, ceil_div, fields, padded, stride_params
+from .mha_combine import PreparedCombine, num_splits, state_bytes
 from .mha_forward_variants import (
     WARPGROUP_ROWS,
     Tile,
     flex_spec,
-    padded,
+    is_slow,
     pages_of,
     spec,
     tile_in_blocks,
     tile_of,
 )
-from .mha_maps import MAX_MAPS, NO_MAP, key_map, query_map
 from .paged_cache import PagedCache, cache_params, page_maps
+from .tensor_maps import NO_MAP, TensorMaps, key_map, query_map
 
 if TYPE_CHECKING:
     from .mha_backward import BackwardCall
-
-__all__ = [
-    *("NO_BOUND", "MhaForwardAddresses", "MhaForwardCall", "ModAddresses", "Mods"),
-    *("PreparedMhaForward", "params_of", "scale_params"),
-]
 
 NO_BOUND = 2**30
 """A window without a bound on that side, and more tokens than a request may have."""
@@ -135,14 +129,12 @@ _POINTERS = (*MhaForwardAddresses._fields[3:], "o_accum", "lse_accum", "counter"
 @cache
 def params_of(mod_bytes: tuple[int, int] | None = None) -> ParamStruct:
     """Params of cuda_src/mha/params.cuh; ``mod_bytes``: of the parameters of score_mod and mask_mod."""
-    changing = [*TENSOR_MAP(*_MAPS), *POINTER(*_POINTERS)]
+    first = [*TENSOR_MAP(*_MAPS), *POINTER(*_POINTERS)]
     of_lists = []
     if mod_bytes is not None:
-        changing += POINTER(*ModAddresses._fields)
-        for kind, name, size in zip(
-            ("ScoreMod", "MaskMod"), ("score_mod", "mask_mod"), mod_bytes, strict=True
-        ):
-            changing += bytes_type(kind, size)(name)
+        score, mask = mod_bytes
+        first += POINTER(*ModAddresses._fields)
+        first += bytes_type("ScoreMod", score)("score_mod") + bytes_type("MaskMod", mask)("mask_mod")
         of_lists = [
             *I64("counts_strides", "lists_strides", length=6),
             *I32("list_columns", length=2),
@@ -151,7 +143,7 @@ def params_of(mod_bytes: tuple[int, int] | None = None) -> ParamStruct:
             *I32("state_rows", "state_columns", "state_q", "state_k"),
         ]
     return ParamStruct(
-        changing,
+        changing(first),
         I64("out_stride_b", "out_stride_s", "out_stride_h"),
         I64("lse_stride_b", "lse_stride_h", "accum_rows"),
         I64("table_stride"),
@@ -167,40 +159,32 @@ def params_of(mod_bytes: tuple[int, int] | None = None) -> ParamStruct:
         F32("softmax_scale_log2", "score_scale", "score_factor"),
         F32("k_scale_value", "v_scale_value", "out_scale_value"),
         of_lists,
-        changing=[one.name for one in changing],
     )
 
 
 class PreparedMhaForward:
-    """The launch of a call.
-
-    Attributes
-    ----------
-    scratch_bytes : int
-        Size of the scratch that `launch` takes; 0: none.
-    """
+    """The launch of a call, which takes ``scratch_bytes`` of scratch; 0: none."""
 
     def __init__(self, call: MhaForwardCall, capturing: Callable[[], bool]) -> None:
         """Load the kernel; ``capturing`` as in `rawmla.jit.get_kernel`."""
         cache, mods = call.cache, call.mods
         kernel, tile = _load(call, capturing)
         self._call = call
-        self._group = _heads_in_a_tile(call, tile.rows)
-        self._tile_keys = tile.keys
-        self._out_by_rows = call.d_v % 8 != 0 or not call.out_is_aligned or bool(cache and cache.out_fp8)
-        heads = call.h_q // self._group
-        tiles_per_head = ceil_div(call.max_seqlen_q * self._group, tile.rows)
+        group = _heads_in_a_tile(call, tile.rows)
+        out_by_rows = call.d_v % 8 != 0 or not call.out_is_aligned or bool(cache and cache.out_fp8)
+        heads = call.h_q // group
+        tiles_per_head = ceil_div(call.max_seqlen_q * group, tile.rows)
         tiles = heads * tiles_per_head * call.b
         most_tiles = tiles  # whatever the lengths are
         if call.varlen:
-            most_tiles = heads * (ceil_div(call.total_q * self._group, tile.rows) + call.b)
+            most_tiles = heads * (ceil_div(call.total_q * group, tile.rows) + call.b)
             tiles = min(tiles, most_tiles)
         sms = jit.device_info(call.device).sm_count
         splits, self._combine = 1, None
         if mods is None:
             splits = _splits(call, tiles, tile.keys, sms)
             # Loaded in any case, so that only dtypes, dimensions and flags decide which kernels a call needs.
-            combine = _combine(call, splits, capturing)
+            combine = PreparedCombine(call, splits, _rows(call), capturing)
             self._combine = combine if splits > 1 else None
         tiles *= splits
         bounded = min(call.window_left, call.window_right) < NO_BOUND
@@ -211,33 +195,28 @@ class PreparedMhaForward:
             self.scratch_bytes = self._combine.scratch_bytes
         declared = params_of(mods and (mods.score_mod_bytes, mods.mask_mod_bytes))
         params = declared.pack(
-            **stride_params("out", call.out_strides),
+            **stride_params(out=call.out_strides),
             lse_stride_b=call.lse_strides[0],
             lse_stride_h=call.lse_strides[1],
             accum_rows=_rows(call),
-            b=call.b,
+            **fields(call, "b", "d_v", "total_q", "total_k", "window_left", "window_right", "alibi_stride_b"),
             heads=heads,
-            log2_group=self._group.bit_length() - 1,
+            log2_group=group.bit_length() - 1,
             heads_per_kv=heads // call.h_kv,
-            d_v=call.d_v,
-            out_by_rows=self._out_by_rows,
+            out_by_rows=out_by_rows,
             seqlen_q=call.max_seqlen_q,
             seqlen_k=min(cache.tokens, NO_BOUND) if cache else call.max_seqlen_k,
-            total_q=call.total_q,
-            total_k=call.total_k,
-            window_left=call.window_left,
-            window_right=call.window_right,
             tiles_per_head=tiles_per_head,
             tiles=min(most_tiles * splits, INT32_MAX),
             splits=splits,
             section=_section(call, heads) if unequal else 1,
             sink_dtype=FLOAT_DTYPES[call.sink_dtype] if call.sink_dtype else 0,
-            alibi_stride_b=call.alibi_stride_b,
             **scale_params(call),
             **cache_params(cache, call.d_v),
-            **({} if mods is None else _list_params(call, mods, tile.keys)),
+            **({} if mods is None else _mod_params(call, mods, tile.keys)),
         )
-        self._maps: dict[tuple[int, ...], tuple[bytes, ...]] = {}  # by the addresses of the arrays
+        # By the addresses of q, k, v, out and the caches.
+        self._maps = TensorMaps(partial(_maps, call, group, tile.keys, out_by_rows))
         # What functions read may be loaded ahead of griddepcontrol.wait: nothing overlaps the kernel before.
         pdl = mods is None and not self._is_counted
         self._launch = kernel.prepare((min(tiles, sms), 1, 1), params, declared.changing, pdl=pdl).launch
@@ -251,7 +230,7 @@ class PreparedMhaForward:
         """
         addresses += _NOT_GIVEN[len(addresses) :]
         arrays = addresses[:4] if self._call.cache is None else (*addresses[:4], *addresses[12:14])
-        maps = self._maps.get(arrays) or self._encode(arrays)
+        maps = self._maps[arrays]
         counter = o_accum = lse_accum = 0
         if self._is_counted:
             counter = scratch
@@ -265,73 +244,54 @@ class PreparedMhaForward:
                 stream, scratch, given.out, given.lse, given.cu_seqlens_q, given.attn_sink, given.out_scale
             )
 
-    def _encode(self, arrays: tuple[int, ...]) -> tuple[bytes, ...]:
-        """The tensor maps of a call's arrays, in the order of the kernel's parameters."""
-        call = self._call
-        dtype = cast(Literal["bfloat16", "float16"], call.dtype)
-        q_batches, k_batches = (1, 1) if call.varlen else (call.b, call.k_batches)
 
-        def of_queries(address: int, d: int, strides: tuple[int, int, int]) -> bytes:
-            return query_map(address, dtype, d, self._group, call.h_q, call.total_q, q_batches, strides)
+def _maps(
+    call: MhaForwardCall, group: int, tile_keys: int, out_by_rows: bool, arrays: tuple[int, ...]
+) -> tuple[bytes, ...]:
+    """The tensor maps of a call's arrays, in the order of the kernel's parameters."""
+    cache = call.cache
+    q_batches, k_batches = (1, 1) if call.varlen else (call.b, call.k_batches)
 
-        def of_keys(address: int, d: int, strides: tuple[int, int, int]) -> bytes:
-            if call.cache is not None and call.cache.own_in_cache:
-                return NO_MAP
-            tokens = max(1, call.total_k)
-            return key_map(address, dtype, d, self._tile_keys, call.h_kv, tokens, k_batches, strides)
+    def of_queries(address: int, d: int, strides: tuple[int, int, int]) -> bytes:
+        return query_map(address, call.dtype, d, group, call.h_q, call.total_q, q_batches, strides)
 
-        q, k, v, out, *caches = arrays
-        if not call.total_k:  # nothing is read through these maps, but there is no map of nothing
-            k = v = q
-        if len(self._maps) >= MAX_MAPS:
-            self._maps.clear()
-        maps = self._maps[arrays] = (
-            of_queries(q, call.d_qk, call.q_strides),
-            of_keys(k, call.d_qk, call.k_strides),
-            of_keys(v, call.d_v, call.v_strides),
-            NO_MAP if self._out_by_rows else of_queries(out, call.d_v, call.out_strides),
-            *self._page_maps(*caches),
-        )
-        return maps
+    def of_keys(address: int, d: int, strides: tuple[int, int, int]) -> bytes:
+        if cache is not None and cache.own_in_cache:
+            return NO_MAP
+        tokens = max(1, call.total_k)
+        return key_map(address, call.dtype, d, tile_keys, call.h_kv, tokens, k_batches, strides)
 
-    def _page_maps(self, k_cache: int = 0, v_cache: int = 0) -> tuple[bytes, bytes]:
-        call = self._call
-        if call.cache is None:
-            return NO_MAP, NO_MAP
-        dtype = cast(Literal["bfloat16", "float16"], call.dtype)
-        return page_maps(call.cache, dtype, call.h_kv, call.d_v, padded(call.d_v), k_cache, v_cache)
+    q, k, v, out, *caches = arrays
+    if not call.total_k:  # nothing is read through these maps, but there is no map of nothing
+        k = v = q
+    of_pages = NO_MAP, NO_MAP
+    if cache is not None:
+        of_pages = page_maps(cache, call.dtype, call.h_kv, call.d_v, padded(call.d_v), *caches)
+    return (
+        of_queries(q, call.d_qk, call.q_strides),
+        of_keys(k, call.d_qk, call.k_strides),
+        of_keys(v, call.d_v, call.v_strides),
+        NO_MAP if out_by_rows else of_queries(out, call.d_v, call.out_strides),
+        *of_pages,
+    )
 
 
 def _load(call: MhaForwardCall, capturing: Callable[[], bool]) -> tuple[jit.Kernel, Tile]:
     """The kernel of a call and its tile."""
-    if call.mods is not None:
-        return _load_with_mods(call, call.mods, capturing)
-    changes_scores = call.softcap > 0, call.has_alibi
-    pages = pages_of(call.cache, call.d_qk)
-    chosen = spec(call.dtype, call.d_qk, call.d_v, call.window_left < NO_BOUND, *changes_scores, pages)
-    tile = tile_of(call.d_qk, call.d_v, any(changes_scores), pages)
+    options, mods = (call.dtype, call.d_qk, call.d_v), call.mods
+    if mods is not None:
+        tile = tile_in_blocks(call.d_qk, call.d_v)
+        chosen = flex_spec(*options, tile.keys, mods.max_scores, mods.header)
+        if is_slow(chosen, call.device, capturing, lambda built: bool(built.losses)):
+            # The functions need more registers than are left.
+            tile = tile._replace(keys=tile.keys // 2)
+            chosen = flex_spec(*options, tile.keys, mods.max_scores, mods.header)
+    else:
+        changes_scores = call.softcap > 0, call.has_alibi
+        pages = pages_of(call.cache, call.d_qk)
+        tile = tile_of(call.d_qk, call.d_v, any(changes_scores), pages)
+        chosen = spec(*options, call.window_left < NO_BOUND, *changes_scores, pages)
     return jit.get_kernel(chosen, call.device, capturing=capturing), tile
-
-
-_keys_of: BoundedTable[jit.KernelSpec, int] = BoundedTable(512)
-"""By the variant with the largest tile: the keys of the one that is used."""
-
-
-def _load_with_mods(
-    call: MhaForwardCall, mods: Mods, capturing: Callable[[], bool]
-) -> tuple[jit.Kernel, Tile]:
-    """The same with functions: half the keys in a tile where they need more registers than are left."""
-    tile = tile_in_blocks(call.d_qk, call.d_v)
-    options = (call.dtype, call.d_qk, call.d_v)
-    largest = flex_spec(*options, tile.keys, mods.max_scores, mods.header)
-    keys = _keys_of.get(largest)
-    if keys is None:
-        if capturing():
-            return jit.get_kernel(largest, call.device, capturing=capturing), tile
-        jit.require_supported(call.device)
-        keys = _keys_of[largest] = tile.keys // 2 if jit.build(largest).losses else tile.keys
-    chosen = flex_spec(*options, keys, mods.max_scores, mods.header)
-    return jit.get_kernel(chosen, call.device, capturing=capturing), tile._replace(keys=keys)
 
 
 def _heads_in_a_tile(call: MhaForwardCall, tile_rows: int) -> int:
@@ -384,47 +344,32 @@ def scale_params(call: MhaForwardCall | BackwardCall) -> dict[str, float]:
     }
 
 
-def _list_params(call: MhaForwardCall, mods: Mods, tile_keys: int) -> dict[str, Any]:
+def _mod_params(call: MhaForwardCall, mods: Mods, tile_keys: int) -> dict[str, Any]:
     """The members that a call with `Mods` has besides."""
     seqlen_k, lists = call.max_seqlen_k, mods.lists or NO_LISTS
-    state_rows, state_columns, state_q, state_k = mods.states or (0, 0, 1, 1)
+    of_states = ("state_rows", "state_columns", "state_q", "state_k")
     return {
-        "counts_strides": (*lists.counts_strides[0], *lists.counts_strides[1]),
-        "lists_strides": (*lists.lists_strides[0], *lists.lists_strides[1]),
+        **list_params(lists),
         "list_columns": tuple(min(most, ceil_div(seqlen_k, lists.block_k)) for most in lists.columns),
-        "mask_batches": lists.batches,
-        "mask_heads": lists.heads,
         "block_q": lists.block_q,
-        "block_k": lists.block_k,
         "block_tiles": max(1, ceil_div(min(lists.block_k, seqlen_k), tile_keys)),
         "last_block_is_cut": int(seqlen_k % (lists.block_k if mods.lists else tile_keys) != 0),
         "k_batches": call.k_batches,
-        "state_rows": state_rows,
-        "state_columns": state_columns,
-        "state_q": state_q,
-        "state_k": state_k,
+        **dict(zip(of_states, mods.states or (0, 0, 1, 1), strict=True)),
+    }
+
+
+def list_params(lists: BlockLists) -> dict[str, Any]:
+    """The members that lists of blocks have in the forward and in the backward."""
+    return {
+        "counts_strides": (*lists.counts_strides[0], *lists.counts_strides[1]),
+        "lists_strides": (*lists.lists_strides[0], *lists.lists_strides[1]),
+        "mask_batches": lists.batches,
+        "mask_heads": lists.heads,
+        "block_k": lists.block_k,
     }
 
 
 def _rows(call: MhaForwardCall) -> int:
     """Query tokens times heads of a call."""
     return call.h_q * call.total_q * (1 if call.varlen else call.b)
-
-
-def _combine(call: MhaForwardCall, splits: int, capturing: Callable[[], bool]) -> PreparedCombine:
-    combine = Combine(
-        device=call.device,
-        dtype=call.dtype,
-        splits=splits,
-        b=call.b,
-        heads=call.h_q,
-        seqlen_q=call.lse_strides[1],  # rows are ordered as in lse
-        rows=_rows(call),
-        d_v=call.d_v,
-        d_accum=padded(call.d_v),
-        out_strides=call.out_strides,
-        sink_dtype=call.sink_dtype or "float32",
-        out_fp8=call.cache is not None and call.cache.out_fp8,
-        out_scale=call.cache and call.cache.out_scale,
-    )
-    return PreparedCombine(combine, capturing)

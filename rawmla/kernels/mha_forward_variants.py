@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import NamedTuple
 
 from .. import jit
 from ..jit.spec import MAX_SMEM_BYTES
+from ..jit.table import BoundedTable
 from . import mha_combine
-from .common import CHUNK, DTYPES, ceil_div
+from .common import CHUNK, DTYPES, ceil_div, padded
 from .paged_cache import CACHE_DTYPES, PagedCache
-
-__all__ = [
-    *("GATHERED", "NO_CACHE", "PAGED_BY_TMA", "WARPGROUP_ROWS", "Pages", "Tile", "flex_spec", "padded"),
-    *("paged_specs", "pages_of", "spec", "specs", "tile_in_blocks", "tile_of"),
-]
 
 WARPGROUP_ROWS = 64
 _STAGES = 2
-_DIM_STEP = 32
 _BARRIER_BYTES = 512
 
 
@@ -45,6 +40,8 @@ class Pages(NamedTuple):
 
 PAGED_BY_TMA, GATHERED = 1, 2
 NO_CACHE = Pages()
+USUAL_CACHES = (Pages(PAGED_BY_TMA), Pages(GATHERED, CACHE_DTYPES.index("e4m3")))
+"""Caches in the dtype of q in vLLM's layout, and e4m3 ones."""
 
 
 def pages_of(cache: PagedCache | None, d: int) -> Pages:
@@ -97,11 +94,6 @@ def _key_bytes(d_qk: int, d_v: int, pages: Pages) -> int:
 
 def _chunks(d: int) -> int:
     return ceil_div(d, CHUNK)
-
-
-def padded(d: int) -> int:
-    """The columns that a kernel computes for a head dimension: the others are zeros."""
-    return ceil_div(d, _DIM_STEP) * _DIM_STEP
 
 
 @cache
@@ -164,25 +156,38 @@ def _variant(
     )
 
 
-def specs(dtype: str, head_dims: Iterable[tuple[int, int]]) -> list[jit.KernelSpec]:
-    """The variants for pairs of head dimensions (d_qk, d_v) without softcap and ALiBi, and their combine."""
+def specs(
+    dtype: str, head_dims: Iterable[tuple[int, int]], sources: Iterable[Pages] = (NO_CACHE,)
+) -> list[jit.KernelSpec]:
+    """The variants for pairs of head dimensions (d_qk, d_v) and ``sources`` of keys, without softcap, ALiBi
+    and FP8 output, and their combine.
+    """
     found: list[jit.KernelSpec] = []
     for d_qk, d_v in head_dims:
-        for window in (False, True):
-            found.append(spec(dtype, d_qk, d_v, window, softcap=False, alibi=False))
+        for pages in sources:
+            for window in (False, True):
+                found.append(spec(dtype, d_qk, d_v, window, softcap=False, alibi=False, pages=pages))
         found.append(mha_combine.spec(dtype, padded(d_v)))
     return list(dict.fromkeys(found))
 
 
-def paged_specs(dtype: str, head_dims: Iterable[int]) -> list[jit.KernelSpec]:
-    """The variants for keys in a paged cache without ALiBi and FP8 output, and their combine.
+_slow: BoundedTable[jit.KernelSpec, bool] = BoundedTable(1024)
 
-    They read caches in the dtype of q in vLLM's layout, and e4m3 ones.
+
+def is_slow(
+    spec: jit.KernelSpec,
+    device: int,
+    capturing: Callable[[], bool],
+    loses: Callable[[jit.CompiledKernel], bool],
+) -> bool:
+    """Whether a variant with functions loses too much speed, as ``loses`` says of its code.
+
+    In a capture nothing is compiled: the answer is False, and to load the variant is an error then.
     """
-    found: list[jit.KernelSpec] = []
-    for d in head_dims:
-        for pages in (Pages(PAGED_BY_TMA), Pages(GATHERED, CACHE_DTYPES.index("e4m3"))):
-            for window in (False, True):
-                found.append(spec(dtype, d, d, window, softcap=False, alibi=False, pages=pages))
-        found.append(mha_combine.spec(dtype, padded(d)))
-    return list(dict.fromkeys(found))
+    slow = _slow.get(spec)
+    if slow is None:
+        if capturing():
+            return False
+        jit.require_supported(device)
+        slow = _slow[spec] = loses(jit.build(spec))
+    return slow

@@ -7,11 +7,8 @@ from functools import cache
 
 from .. import jit
 from ..jit.params import I32, I64, POINTER, U32, ParamStruct
-from .common import INT32_MAX, ceil_div
-from .division import divisor
+from .common import INT32_MAX, ceil_div, divisor
 from .mla_cache_rows import UNIT_TOKENS, CacheFormat
-
-__all__ = ["MAX_INT", "PARAMS", "launch", "spec", "specs"]
 
 PARAMS = ParamStruct(
     POINTER("cache", "block_table", "cache_seqlens", "workspace_starts", "seq_starts", "out"),

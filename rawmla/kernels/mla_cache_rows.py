@@ -6,54 +6,24 @@ from typing import NamedTuple
 
 from .common import ceil_div
 
-__all__ = [
-    "BF16_512",
-    "BF16_576",
-    "CACHE_FORMATS",
-    "FORMATS",
-    "MODEL1",
-    "QUANTIZED",
-    "UNIT_TOKENS",
-    "V32",
-    "CacheFormat",
-    "padded_block_bytes",
-]
-
 UNIT_TOKENS = 4
 """Tokens that a warp takes at a time."""
 
 
 class CacheFormat(NamedTuple):
-    """One way to store a token.
-
-    Attributes
-    ----------
-    name : str
-    code : int
-        Value of the define FORMAT.
-    d_nope : int
-        Columns before the RoPE columns.
-    d_qk : int
-        All columns.
-    token_bytes : int
-        Bytes of a token, which are the last dimension of a cache.
-    row_bytes : int
-        Bytes from a token's values to the next token's in a contiguous block. "model1" stores the scales of
-        a block after its rows.
-    alignment : int
-        The cache's address and its strides in bytes are multiples of this.
-    is_quantized : bool
-        The columns before RoPE are FP8 with scales.
-    """
+    """One way to store a token."""
 
     name: str
-    code: int
-    d_nope: int
-    d_qk: int
-    token_bytes: int
+    code: int  # value of the define FORMAT
+    d_nope: int  # columns before the RoPE columns
+    d_qk: int  # all columns
+    token_bytes: int  # of a token; they are the last dimension of a cache
     row_bytes: int
-    alignment: int
-    is_quantized: bool
+    """Bytes from a token's values to the next token's in a contiguous block. "model1" stores the scales of a
+    block after its rows.
+    """
+    alignment: int  # the cache's address and its strides in bytes are multiples of it
+    is_quantized: bool  # the columns before RoPE are FP8 with scales
 
 
 V32 = CacheFormat("v32", 0, 512, 576, 656, 656, 16, True)

@@ -10,11 +10,8 @@ from functools import cache
 
 from .. import jit
 from ..jit.params import I32, POINTER, U32, ParamStruct
-from .common import ceil_div
-from .division import divisor
+from .common import ceil_div, divisor
 from .mla_cache_rows import UNIT_TOKENS, CacheFormat
-
-__all__ = ["PARAMS", "launch", "spec", "specs"]
 
 PARAMS = ParamStruct(
     POINTER("kv_c", "k_pe", "slots", "cache"),

@@ -7,49 +7,34 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from .. import jit
-from ..jit.params import F32, I32, I64, POINTER, ParamStruct
-from .common import D_V, DTYPES, ceil_div
+from ..jit.params import F32, I32, I64, POINTER, ParamStruct, changing
+from .common import D_V, DTYPES, ceil_div, fields, max_splits, stride_params
 from .mla_metadata import UNIFORM_PLAN
 
-__all__ = [
-    "MAPPINGS",
-    "PARAMS",
-    "Mapping",
-    "launch_shape",
-    "prepare",
-    "scalar_offsets",
-    "spec",
-    "specs",
-    "split_row_bytes",
-]
+if TYPE_CHECKING:
+    from .mla_dense_decode import DenseDecodeCall
+    from .mla_sparse import SparseCall
 
-_DECODE_POINTERS = (
-    "sched_meta",
-    "num_splits",
-    "o_accum",
-    "lse_accum_log2",
-    "o_scale_log2",
-    "out",
-    "lse",
-    "attn_sink",
+_ARRAYS = (
+    *POINTER("sched_meta", "num_splits", "o_accum", "lse_accum_log2", "o_scale_log2"),
+    *POINTER("out", "lse", "attn_sink"),
 )
-_PREFILL_POINTERS = (*_DECODE_POINTERS, "max_accum_log2", "max_logits")
 _SIZES = (
     *I64("out_stride_b", "out_stride_s", "out_stride_h"),
     *I32("b", "s_q", "h_q", "max_splits", "object_layout", "by_request"),
 )
-_DECODE_PARAMS = ParamStruct(POINTER(*_DECODE_POINTERS), _SIZES, changing=_DECODE_POINTERS)
-_PREFILL_PARAMS = ParamStruct(
-    POINTER(*_PREFILL_POINTERS),
-    _SIZES,
-    F32("lse_factor"),
-    UNIFORM_PLAN("uniform"),
-    changing=_PREFILL_POINTERS,
-)
-PARAMS = {False: _DECODE_PARAMS, True: _PREFILL_PARAMS}
+PARAMS = {
+    False: ParamStruct(changing(_ARRAYS), _SIZES),
+    True: ParamStruct(
+        changing(_ARRAYS, POINTER("max_accum_log2", "max_logits")),
+        _SIZES,
+        F32("lse_factor"),
+        UNIFORM_PLAN("uniform"),
+    ),
+}
 """By whether the call has max_logits (prefill) or not (decoding)."""
 _VALUE_BYTES = {"bfloat16": 2, "float16": 4}  # of a value in o_accum, by the dtype of the call
 _SCALARS = 3  # of a row: lse_accum_log2 and two o_scale_log2; in prefill also max_accum_log2
@@ -91,15 +76,6 @@ def split_row_bytes(dtype: str, max_logits: bool = False) -> int:
     return D_V * _VALUE_BYTES[dtype] + 4 * (_SCALARS + max_logits)
 
 
-def scalar_offsets(dtype: str, split_rows: int) -> tuple[int, int, int]:
-    """Where lse_accum_log2, o_scale_log2 and max_accum_log2 begin in scratch for ``split_rows`` rows.
-
-    They follow o_accum. max_accum_log2 is there in prefill only.
-    """
-    lse_accum = split_rows * D_V * _VALUE_BYTES[dtype]
-    return lse_accum, lse_accum + 4 * split_rows, lse_accum + 4 * split_rows * _SCALARS
-
-
 @cache
 def spec(dtype: str, mapping: Mapping, max_logits: bool = False) -> jit.KernelSpec:
     """The variant for a dtype and a mapping, for decoding or, with ``max_logits``, for prefill."""
@@ -139,44 +115,52 @@ def launch_shape(
     return (ceil_div(rows, mapping.rows_per_cta), candidates, 1), mapping
 
 
-def prepare(
-    *,
-    device: int,
-    dtype: str,
-    b: int,
-    s_q: int,
-    h_q: int,
-    num_parts: int,
-    max_splits: int,
-    object_layout: bool,
-    batch_invariant: bool,
-    out_strides: tuple[int, ...],
-    capturing: Callable[[], bool],
-    of_prefill: dict[str, Any] | None = None,
-) -> Callable[..., bool] | None:
-    """`PreparedLaunch.launch` of the combine, or None if no request can be split (``max_splits`` 0).
+class PreparedCombine:
+    """The splits of a call in scratch, and the launch of their combine.
 
-    It takes the first members of Params in mla_combine.cu, which are pointers. ``capturing`` is as in
-    `rawmla.jit.get_kernel`; ``of_prefill`` has the members of Params that only prefill has.
+    Attributes
+    ----------
+    max_splits : int
+        How many splits scratch has room for; 0: no request can be split.
+    scratch_bytes : int
+    lse_accum, o_scale, max_accum : int
+        Where lse_accum_log2, o_scale_log2 and, in prefill, max_accum_log2 begin in scratch, after o_accum.
+    launch : callable or None
+        Takes the members of `PARAMS` that change; None if no request can be split.
     """
-    if not max_splits:
-        return None
-    by_request = batch_invariant or b <= num_parts
-    grid, mapping = launch_shape(s_q * h_q, b, num_parts, by_request, batch_invariant)
-    max_logits = of_prefill is not None
-    kernel = jit.get_kernel(spec(dtype, mapping, max_logits), device, capturing=capturing)
-    out_stride_b, out_stride_s, out_stride_h = out_strides
-    struct = PARAMS[max_logits]
-    params = struct.pack(
-        out_stride_b=out_stride_b,
-        out_stride_s=out_stride_s,
-        out_stride_h=out_stride_h,
-        b=b,
-        s_q=s_q,
-        h_q=h_q,
-        max_splits=max_splits,
-        object_layout=object_layout,
-        by_request=by_request,
-        **(of_prefill or {}),
-    )
-    return kernel.prepare(grid, params, struct.changing, pdl=True).launch
+
+    def __init__(
+        self,
+        call: DenseDecodeCall | SparseCall,
+        dtype: str,
+        max_blocks: int,
+        capturing: Callable[[], bool],
+        max_logits: bool = False,
+    ) -> None:
+        """Load the kernel of a call whose requests have at most ``max_blocks`` blocks.
+
+        ``capturing`` is as in `rawmla.jit.get_kernel`.
+        """
+        self.max_splits = max_splits(call.num_parts, call.b, max_blocks, call.batch_invariant)
+        split_rows = self.max_splits * call.s_q * call.h_q
+        self.scratch_bytes = split_rows * split_row_bytes(dtype, max_logits)
+        self.lse_accum = split_rows * D_V * _VALUE_BYTES[dtype]
+        self.o_scale = self.lse_accum + 4 * split_rows
+        self.max_accum = self.lse_accum + 4 * split_rows * _SCALARS
+        self.launch: Callable[..., bool] | None = None
+        if not self.max_splits:
+            return
+        by_request = call.batch_invariant or call.b <= call.num_parts
+        grid, mapping = launch_shape(
+            call.s_q * call.h_q, call.b, call.num_parts, by_request, call.batch_invariant
+        )
+        kernel = jit.get_kernel(spec(dtype, mapping, max_logits), call.device, capturing=capturing)
+        struct = PARAMS[max_logits]
+        params = struct.pack(
+            **stride_params(out=call.out_strides),
+            **fields(call, "b", "s_q", "h_q", "object_layout"),
+            max_splits=self.max_splits,
+            by_request=by_request,
+            **(fields(call, "lse_factor", "uniform") if max_logits else {}),
+        )
+        self.launch = kernel.prepare(grid, params, struct.changing, pdl=True).launch

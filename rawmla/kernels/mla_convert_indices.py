@@ -7,10 +7,7 @@ from functools import cache
 
 from .. import jit
 from ..jit.params import I32, I64, POINTER, U32, ParamStruct
-from .common import ceil_div
-from .division import divisor
-
-__all__ = ["PARAMS", "launch", "spec", "specs"]
+from .common import ceil_div, divisor
 
 PARAMS = ParamStruct(
     POINTER("indices", "block_table", "request_ids", "out", "counts"),

@@ -3,39 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import cache
-from typing import Literal, NamedTuple, cast
+from functools import cache, partial
+from typing import NamedTuple
 
 from .. import jit
-from ..jit.params import F32, I32, I64, POINTER, TENSOR_MAP, U32, ParamStruct
+from ..jit.params import F32, I32, I64, POINTER, TENSOR_MAP, U32, ParamStruct, changing
 from ..jit.spec import MAX_SMEM_BYTES
-from . import mla_combine
-from .common import (
-    BLOCK_TOKENS,
-    D_QK,
-    DTYPES,
-    LOG2_E,
-    TILE_ROWS,
-    ceil_div,
-    max_splits,
-    q_stride_params,
-)
+from .common import BLOCK_TOKENS, DTYPES, LOG2_E, TILE_ROWS, ceil_div, fields, q_stride_params, stride_params
+from .mla_combine import PreparedCombine
+from .tensor_maps import TensorMaps
 
-__all__ = [
-    "BOX_ROWS",
-    "FEW_ROWS",
-    "PARAMS",
-    "DenseDecodeAddresses",
-    "DenseDecodeCall",
-    "PreparedDenseDecode",
-    "box_rows",
-    "few_rows_spec",
-    "largest_dividend",
-    "spec",
-    "specs",
-]
-
-_MAX_MAPS = 1024  # caches whose tensor maps are kept; a model has one for each layer
 FEW_ROWS = 16
 """The most query rows of a KV head for which mla_dense_decode_few_rows.cu runs."""
 # No more than the kernel needs, so that CTAs of the combine find room beside it and are there when it ends.
@@ -59,11 +36,12 @@ class DenseDecodeAddresses(NamedTuple):
     lse: int
 
 
-_AFTER_CACHE = DenseDecodeAddresses._fields[3:]
 PARAMS = ParamStruct(
-    TENSOR_MAP("k_map_half", "k_map_one"),
-    POINTER("q", "q_rope", "block_table", "cache_seqlens", "sched_meta", "num_splits", "out", "lse"),
-    POINTER("o_accum", "lse_accum_log2", "o_scale_log2"),
+    changing(
+        TENSOR_MAP("k_map_half", "k_map_one"),
+        POINTER("q", "q_rope", "block_table", "cache_seqlens", "sched_meta", "num_splits", "out", "lse"),
+        POINTER("o_accum", "lse_accum_log2", "o_scale_log2"),
+    ),
     U32("q_stride_b", "q_stride_s", "q_stride_h"),
     U32("q_rope_stride_b", "q_rope_stride_s", "q_rope_stride_h"),
     I64("block_table_stride"),
@@ -74,10 +52,6 @@ PARAMS = ParamStruct(
     U32("page_magic"),
     I32("max_seqlen", "max_splits", "object_layout", "causal"),
     F32("sm_scale_log2"),
-    changing=(
-        *("k_map_half", "k_map_one", "q", "q_rope", *_AFTER_CACHE),
-        *("o_accum", "lse_accum_log2", "o_scale_log2"),
-    ),
 )
 """Params of cuda_src/mla/dense.cuh."""
 
@@ -100,40 +74,23 @@ class DenseDecodeCall(NamedTuple):
     num_blocks: int
     q_strides: tuple[int, ...]
     q_rope_strides: tuple[int, ...]
-    k_stride_block: int
-    k_stride_token: int
-    k_stride_head: int
+    k_strides: tuple[int, ...]  # of blocks, tokens and heads
     block_table_stride: int
     max_seqlen: int
     num_parts: int
     object_layout: bool
     batch_invariant: bool
-    out_stride_b: int
-    out_stride_s: int
-    out_stride_h: int
+    out_strides: tuple[int, ...]
     softmax_scale: float
     causal: bool
 
 
 @cache
 def spec(dtype: str, d_qk: int, box: int, cluster: int) -> jit.KernelSpec:
-    """The variant for boxes of ``box`` tokens and clusters of ``cluster`` CTAs (1 or 2), which share K.
-
-    Raises ValueError for a combination that no kernel exists for.
-    """
-    if dtype not in DTYPES or d_qk not in D_QK or box not in BOX_ROWS:
-        raise ValueError(
-            f"dense decode: expected dtype in {list(DTYPES)}, d_qk in {list(D_QK)} and page_block_size "
-            f"16, 32 or a multiple of 64, got {dtype!r}, {d_qk} and pages that need boxes of {box} tokens"
-        )
+    """The variant for boxes of ``box`` tokens and clusters of ``cluster`` CTAs (1 or 2), which share K."""
     return jit.KernelSpec(
         "mla_dense_decode",
-        (
-            ("BOX_ROWS", box),
-            ("CLUSTER", cluster),
-            ("DTYPE", DTYPES[dtype]),
-            ("D_QK", d_qk),
-        ),
+        (("BOX_ROWS", box), ("CLUSTER", cluster), ("DTYPE", DTYPES[dtype]), ("D_QK", d_qk)),
         threads=384,
         smem_bytes=MAX_SMEM_BYTES,
     )
@@ -144,11 +101,7 @@ def few_rows_spec(dtype: str, d_qk: int, box: int) -> jit.KernelSpec:
     """The variant for up to FEW_ROWS query rows of a KV head; ``box`` as in `spec`."""
     return jit.KernelSpec(
         "mla_dense_decode_few_rows",
-        (
-            ("BOX_ROWS", box),
-            ("DTYPE", DTYPES[dtype]),
-            ("D_QK", d_qk),
-        ),
+        (("BOX_ROWS", box), ("DTYPE", DTYPES[dtype]), ("D_QK", d_qk)),
         threads=160,
         smem_bytes=_FEW_ROWS_SMEM_BYTES,
     )
@@ -170,10 +123,7 @@ def specs(dtype: str, d_qk: int, page_block_sizes: Iterable[int]) -> list[jit.Ke
 class PreparedDenseDecode:
     """The launches of a decode call: the attention kernel and, when requests can be split, the combine.
 
-    Attributes
-    ----------
-    scratch_bytes : int
-        Size of the scratch that `launch` takes; 0: none.
+    They take ``scratch_bytes`` of scratch; 0: none.
     """
 
     def __init__(self, call: DenseDecodeCall, capturing: Callable[[], bool]) -> None:
@@ -189,30 +139,21 @@ class PreparedDenseDecode:
             chosen = spec(call.dtype, call.d_qk, box, cluster)
         kernel = jit.get_kernel(chosen, call.device, capturing=capturing)
         max_blocks = ceil_div(call.max_seqlen, BLOCK_TOKENS)
-        splits = max_splits(call.num_parts, call.b, max_blocks, call.batch_invariant)
-        split_rows = splits * call.s_q * call.h_q
-        self.scratch_bytes = split_rows * mla_combine.split_row_bytes(call.dtype)
-        self._lse_accum, self._o_scale, _ = mla_combine.scalar_offsets(call.dtype, split_rows)
-        self._call = call
-        self._maps: dict[int, tuple[bytes, bytes]] = {}  # by the address of the cache
+        combine = PreparedCombine(call, call.dtype, max_blocks, capturing)
+        self.scratch_bytes = combine.scratch_bytes
+        self._lse_accum, self._o_scale = combine.lse_accum, combine.o_scale
+        self._combine = combine.launch
+        self._maps = TensorMaps(partial(_maps, call))  # by the address of the cache
         params = PARAMS.pack(
             **q_stride_params(call.q_strides, call.q_rope_strides),
-            block_table_stride=call.block_table_stride,
-            out_stride_b=call.out_stride_b,
-            out_stride_s=call.out_stride_s,
-            out_stride_h=call.out_stride_h,
-            b=call.b,
-            s_q=call.s_q,
-            h_q=call.h_q,
+            **stride_params(out=call.out_strides),
+            **fields(call, "block_table_stride", "b", "s_q", "h_q", "page_block_size", "max_seqlen"),
+            **fields(call, "object_layout", "causal"),
             heads_per_kv=heads_per_kv,
             heads_magic=_magic(heads_per_kv),
             rows=rows,
-            page_block_size=call.page_block_size,
             page_magic=_magic(call.page_block_size // 16),
-            max_seqlen=call.max_seqlen,
-            max_splits=splits,
-            object_layout=call.object_layout,
-            causal=call.causal,
+            max_splits=combine.max_splits,
             sm_scale_log2=call.softmax_scale * LOG2_E,
         )
         self._attend = kernel.prepare(
@@ -222,19 +163,6 @@ class PreparedDenseDecode:
             cluster=_CLUSTER_DIMS[cluster],
             pdl=True,
         ).launch
-        self._combine = mla_combine.prepare(
-            device=call.device,
-            dtype=call.dtype,
-            b=call.b,
-            s_q=call.s_q,
-            h_q=call.h_q,
-            num_parts=call.num_parts,
-            max_splits=splits,
-            object_layout=call.object_layout,
-            batch_invariant=call.batch_invariant,
-            out_strides=(call.out_stride_b, call.out_stride_s, call.out_stride_h),
-            capturing=capturing,
-        )
 
     def launch(self, stream: int, addresses: tuple[int, ...], scratch: int) -> None:
         """Enqueue the kernels.
@@ -243,7 +171,7 @@ class PreparedDenseDecode:
         scratch, or 0.
         """
         q, q_rope, k_cache, block_table, cache_seqlens, sched_meta, num_splits, out, lse = addresses
-        half, one = self._maps.get(k_cache) or self._encode(k_cache)
+        half, one = self._maps[k_cache]
         if self._combine is None:
             self._attend(
                 stream, half, one, q, q_rope, block_table, cache_seqlens, sched_meta, num_splits, out, lse,
@@ -261,25 +189,22 @@ class PreparedDenseDecode:
             context_is_current=current,
         )  # fmt: skip
 
-    def _encode(self, k_cache: int) -> tuple[bytes, bytes]:
-        """The two tensor maps of a cache: boxes of half of V's chunks (64 columns) and of one."""
-        call = self._call
 
-        def encode(chunks: int) -> bytes:
-            return jit.tensor_map(
-                k_cache,
-                cast(Literal["bfloat16", "float16"], call.dtype),
-                (64, call.page_block_size, call.d_qk // 64, call.h_kv, call.num_blocks),
-                (2 * call.k_stride_token, 128, 2 * call.k_stride_head, 2 * call.k_stride_block),
-                (64, box_rows(call.page_block_size), chunks, 1, 1),
-                "128b",
-                "none",
-            )
-
-        if len(self._maps) >= _MAX_MAPS:
-            self._maps.clear()
-        maps = self._maps[k_cache] = encode(4), encode(1)
-        return maps
+def _maps(call: DenseDecodeCall, k_cache: int) -> tuple[bytes, ...]:
+    """The two tensor maps of a cache: boxes of half of V's chunks (64 columns) and of one."""
+    stride_block, stride_token, stride_head = (2 * stride for stride in call.k_strides)
+    return tuple(
+        jit.tensor_map(
+            k_cache,
+            call.dtype,
+            (64, call.page_block_size, call.d_qk // 64, call.h_kv, call.num_blocks),
+            (stride_token, 128, stride_head, stride_block),
+            (64, box_rows(call.page_block_size), chunks, 1, 1),
+            "128b",
+            "none",
+        )
+        for chunks in (4, 1)
+    )
 
 
 def _magic(d: int) -> int:

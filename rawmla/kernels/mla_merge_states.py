@@ -10,18 +10,6 @@ from .. import jit
 from ..jit.params import I32, I64, POINTER, ParamStruct
 from .common import D_V, DTYPES, ceil_div
 
-__all__ = [
-    "ITEM_BYTES",
-    "MAX_PARTS",
-    "OUT_DTYPES",
-    "PARAMS",
-    "State",
-    "launch",
-    "rows_per_cta",
-    "spec",
-    "specs",
-]
-
 MAX_PARTS = 32
 """Results that one launch merges at most."""
 PARAMS = ParamStruct(

@@ -7,27 +7,7 @@ from typing import NamedTuple
 
 from .. import jit
 from ..jit.params import I32, POINTER, U32, ParamStruct, struct_type
-from .common import INT32_MAX, TILE_ROWS, ceil_div
-from .division import divisor
-
-__all__ = [
-    "MAX_BATCH",
-    "NOT_UNIFORM",
-    "PARAMS",
-    "PLAN_COLUMNS",
-    "TOKEN_COUNTS",
-    "UNIFORM_PLAN",
-    "TokenCounts",
-    "UniformPlan",
-    "launch",
-    "load",
-    "num_sm_parts",
-    "num_sm_parts_sparse",
-    "spec",
-    "specs",
-    "uncut_plan",
-    "uniform_plan",
-]
+from .common import INT32_MAX, TILE_ROWS, ceil_div, divisor
 
 MAX_BATCH = 16384
 """Requests of a plan."""

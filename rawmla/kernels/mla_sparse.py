@@ -3,34 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple
 
 from .. import jit
-from ..jit.params import F32, I32, I64, POINTER, TENSOR_MAP, U32, ParamStruct
+from ..jit.params import F32, I32, I64, POINTER, TENSOR_MAP, U32, ParamStruct, changing
 from ..jit.spec import MAX_SMEM_BYTES
-from . import mla_combine
-from .common import BLOCK_TOKENS, D_ROPE, LOG2_E, TILE_ROWS, ceil_div, max_splits, q_stride_params
-from .division import divisor
+from .common import (
+    BLOCK_TOKENS,
+    D_ROPE,
+    LOG2_E,
+    TILE_ROWS,
+    ceil_div,
+    divisor,
+    fields,
+    q_stride_params,
+    stride_params,
+)
 from .mla_cache_rows import FORMATS, QUANTIZED
+from .mla_combine import PreparedCombine
 from .mla_metadata import NOT_UNIFORM, UNIFORM_PLAN, UniformPlan
-
-__all__ = [
-    "FEW_HEADS",
-    "NO_CACHE",
-    "PARAMS",
-    "Cache",
-    "PreparedSparse",
-    "SparseAddresses",
-    "SparseCall",
-    "cluster_spec",
-    "few_heads_spec",
-    "spec",
-    "specs",
-]
+from .tensor_maps import TensorMaps
 
 _NO_MAPS = (bytes(jit.TENSOR_MAP_BYTES), bytes(jit.TENSOR_MAP_BYTES))
-_MAX_MAPS = 1024  # addresses of q whose tensor maps are kept
 FEW_HEADS = 16
 """The most heads over "v32" caches for which mla_sparse_fp8_few_heads.cu runs: it does not round keys to
 bfloat16.
@@ -63,17 +58,10 @@ class SparseAddresses(NamedTuple):
     selected: int = 0
 
 
-_DECODE_ARRAYS = SparseAddresses._fields.index("max_logits")  # the first ones; prefill has all
-_CHANGING = (
-    *("q_map", "q_rope_map", *SparseAddresses._fields[:_DECODE_ARRAYS]),
-    *("o_accum", "lse_accum_log2", "o_scale_log2"),
-)
 _ARRAYS = (
     *TENSOR_MAP("q_map", "q_rope_map"),
     *POINTER("q", "q_rope"),
-    *POINTER("cache", elements=("k_cache", "extra_k_cache")),
-    *POINTER("indices", elements=("indices", "extra_indices")),
-    *POINTER("lengths", elements=("topk_length", "extra_topk_length")),
+    *POINTER("cache", "indices", "lengths", length=2),
     *POINTER("attn_sink", "sched_meta", "num_splits", "out", "lse"),
     *POINTER("o_accum", "lse_accum_log2", "o_scale_log2"),
 )
@@ -90,17 +78,18 @@ _SIZES = (
     *I32("b", "s_q", "h_q", "head_tiles", "max_splits", "object_layout"),
     *F32("sm_scale_log2"),
 )
-_DECODE_PARAMS = ParamStruct(_ARRAYS, _SIZES, changing=_CHANGING)
-_PREFILL_PARAMS = ParamStruct(
-    _ARRAYS,
-    POINTER("max_accum_log2", "max_logits", "selected"),
-    _SIZES,
-    F32("lse_factor"),
-    UNIFORM_PLAN("uniform"),
-    changing=(*_CHANGING, "max_accum_log2", *SparseAddresses._fields[_DECODE_ARRAYS:]),
-)
-PARAMS = {False: _DECODE_PARAMS, True: _PREFILL_PARAMS}
+PARAMS = {
+    False: ParamStruct(changing(_ARRAYS), _SIZES),
+    True: ParamStruct(
+        changing(_ARRAYS, POINTER("max_accum_log2", "max_logits", "selected")),
+        _SIZES,
+        F32("lse_factor"),
+        UNIFORM_PLAN("uniform"),
+    ),
+}
 """Params of cuda_src/mla/selection.cuh, by whether the call has max_logits (prefill) or not (decoding)."""
+_OF_CACHES = ("block_stride", "token_stride", "index_stride_b", "index_stride_s", "topk", "page_block_size")
+"""Members that are arrays with a field of each of the two caches."""
 
 
 class Cache(NamedTuple):
@@ -127,11 +116,11 @@ class SparseCall(NamedTuple):
     multiples of ``load_bytes``.
 
     A call with ``lse_factor`` is prefill: it has max_logits too, and the factor takes both outputs from base
-    2 to another. It may have a ``uniform`` plan instead of arrays; ``limited`` then says that there is a
-    topk_length all the same. Over bf16 rows its requests may be groups
-    of ``group_tokens`` query tokens with united selections (cuda_src/kernels/mla_unite_selections.cu). Then
-    h_q counts the heads of all tokens in a group, s_q is 1, and the second stride of q leads from one token
-    of the group to the next.
+    2 to another. Its requests are query tokens, and s_q is 1. It may have a ``uniform`` plan instead of
+    arrays; ``limited`` says that there is a topk_length. Over bf16 rows the requests may be groups of
+    ``group_tokens`` query tokens with united selections (cuda_src/kernels/mla_unite_selections.cu). Then h_q
+    counts the heads of all tokens in a group, and the second stride of q leads from one token of the group to
+    the next.
     """
 
     device: int
@@ -156,15 +145,18 @@ class SparseCall(NamedTuple):
     group_tokens: int = 1
 
 
+def _variant(
+    kernel: str, threads: int, load_bytes: int, max_logits: bool, *defines: tuple[str, int]
+) -> jit.KernelSpec:
+    """A variant of a kernel, for decoding or, with ``max_logits``, for prefill."""
+    defines = (("LOAD_BYTES", load_bytes), ("MAX_LOGITS", max_logits), *defines)
+    return jit.KernelSpec(kernel, defines, threads, MAX_SMEM_BYTES)
+
+
 @cache
 def few_heads_spec(load_bytes: int, max_logits: bool = False) -> jit.KernelSpec:
-    """The variant for up to 16 heads over "v32" caches, for decoding or, with ``max_logits``, for prefill."""
-    return jit.KernelSpec(
-        "mla_sparse_fp8_few_heads",
-        (("LOAD_BYTES", load_bytes), ("MAX_LOGITS", max_logits)),
-        threads=768,
-        smem_bytes=MAX_SMEM_BYTES,
-    )
+    """The variant for up to 16 heads over "v32" caches."""
+    return _variant("mla_sparse_fp8_few_heads", 768, load_bytes, max_logits)
 
 
 @cache
@@ -178,43 +170,19 @@ def spec(
             f"aligned to {load_bytes} bytes"
         )
     if format == "bf16":
-        return jit.KernelSpec(
-            "mla_sparse_bf16",
-            (
-                ("D_QK", d_qk),
-                ("GROUP_TOKENS", group_tokens),
-                ("LOAD_BYTES", load_bytes),
-                ("MAX_LOGITS", max_logits),
-            ),
-            threads=512,
-            smem_bytes=MAX_SMEM_BYTES,
-        )
-    return jit.KernelSpec(
-        "mla_sparse_fp8",
-        _fp8_defines(format, load_bytes, max_logits),
-        threads=640,
-        smem_bytes=MAX_SMEM_BYTES,
-    )
+        group = ("GROUP_TOKENS", group_tokens)
+        return _variant("mla_sparse_bf16", 512, load_bytes, max_logits, ("D_QK", d_qk), group)
+    return _variant("mla_sparse_fp8", 640, load_bytes, max_logits, *_format_defines(format))
 
 
 @cache
 def cluster_spec(format: str, load_bytes: int, max_logits: bool = False) -> jit.KernelSpec:
     """The variant for an even number of tiles over FP8 caches; launched in clusters of two CTAs."""
-    return jit.KernelSpec(
-        "mla_sparse_fp8_cluster",
-        _fp8_defines(format, load_bytes, max_logits),
-        threads=512,
-        smem_bytes=MAX_SMEM_BYTES,
-    )
+    return _variant("mla_sparse_fp8_cluster", 512, load_bytes, max_logits, *_format_defines(format))
 
 
-def _fp8_defines(format: str, load_bytes: int, max_logits: bool) -> tuple[tuple[str, int], ...]:
-    return (
-        ("D_QK", QUANTIZED[format].d_qk),
-        ("FORMAT", QUANTIZED[format].code),
-        ("LOAD_BYTES", load_bytes),
-        ("MAX_LOGITS", max_logits),
-    )
+def _format_defines(format: str) -> tuple[tuple[str, int], ...]:
+    return ("D_QK", QUANTIZED[format].d_qk), ("FORMAT", QUANTIZED[format].code)
 
 
 def specs(format: str, max_logits: bool = False) -> list[jit.KernelSpec]:
@@ -241,17 +209,13 @@ def _load_bytes(format: str) -> tuple[int, ...]:
 class PreparedSparse:
     """The launches of a sparse call: the attention kernel and, when requests can be split, the combine.
 
-    Attributes
-    ----------
-    scratch_bytes : int
-        Size of the scratch that `launch` takes; 0: none.
+    They take ``scratch_bytes`` of scratch; 0: none.
     """
 
     def __init__(self, call: SparseCall, capturing: Callable[[], bool]) -> None:
         """Load the kernels; ``capturing`` as in `rawmla.jit.get_kernel`."""
         few_heads = call.format == "v32" and call.h_q <= FEW_HEADS
         max_logits = call.lse_factor is not None
-        of_prefill = {"lse_factor": call.lse_factor, "uniform": call.uniform} if max_logits else None
         head_tiles = ceil_div(call.h_q, FEW_HEADS if few_heads else TILE_ROWS)
         caches = (call.cache, call.extra)
         blocks = sum(ceil_div(cache.topk, BLOCK_TOKENS) for cache in caches)
@@ -265,41 +229,28 @@ class PreparedSparse:
         else:
             chosen = spec(call.format, call.d_qk, call.load_bytes, max_logits, call.group_tokens)
         kernel = jit.get_kernel(chosen, call.device, capturing=capturing)
-        splits = 0
-        if call.uniform.cuts:
-            splits = max_splits(call.num_parts, call.b, blocks, call.batch_invariant)
-        split_rows = splits * call.s_q * call.h_q
-        self.scratch_bytes = split_rows * mla_combine.split_row_bytes("bfloat16", max_logits)
-        self._lse_accum, self._o_scale, self._max_accum = mla_combine.scalar_offsets("bfloat16", split_rows)
+        combine = PreparedCombine(call, "bfloat16", blocks if call.uniform.cuts else 0, capturing, max_logits)
+        self.scratch_bytes = combine.scratch_bytes
+        self._lse_accum, self._o_scale = combine.lse_accum, combine.o_scale
+        self._max_accum = combine.max_accum
+        self._combine = combine.launch
         self._max_logits = max_logits
-        self._call = call
         self._has_map = call.format == "bf16"
-        self._maps: dict[tuple[int, int], tuple[bytes, bytes]] = {}  # by the addresses of q and its RoPE
+        self._maps = TensorMaps(partial(_maps, call))  # by the addresses of q and its RoPE
         page_magic, page_shift = zip(*[divisor(cache.page_block_size) for cache in caches], strict=True)
-        out_stride_b, out_stride_s, out_stride_h = call.out_strides
         struct = PARAMS[max_logits]
         params = struct.pack(
-            block_stride=[cache.block_stride for cache in caches],
-            token_stride=[cache.token_stride for cache in caches],
-            index_stride_b=[cache.index_stride_b for cache in caches],
-            index_stride_s=[cache.index_stride_s for cache in caches],
+            **{name: [getattr(cache, name) for cache in caches] for name in _OF_CACHES},
             **q_stride_params(call.q_strides, call.q_rope_strides),
-            out_stride_b=out_stride_b,
-            out_stride_s=out_stride_s,
-            out_stride_h=out_stride_h,
-            topk=[cache.topk for cache in caches],
+            **stride_params(out=call.out_strides),
             cache_slots=[min(cache.num_blocks * cache.page_block_size, 2**31) for cache in caches],
-            page_block_size=[cache.page_block_size for cache in caches],
             page_magic=page_magic,
             page_shift=page_shift,
-            b=call.b,
-            s_q=call.s_q,
-            h_q=call.h_q,
+            **fields(call, "b", "s_q", "h_q", "object_layout"),
             head_tiles=head_tiles,
-            max_splits=splits,
-            object_layout=call.object_layout,
+            max_splits=combine.max_splits,
             sm_scale_log2=call.softmax_scale * LOG2_E,
-            **(of_prefill or {}),
+            **(fields(call, "lse_factor", "uniform") if max_logits else {}),
         )
         # With a uniform plan the kernel publishes its work before the kernel ahead is complete, which may be
         # the one that writes topk_length: such a call must not start early.
@@ -312,20 +263,6 @@ class PreparedSparse:
             cluster=(2, 1, 1) if clusters or (call.format == "bf16" and head_tiles % 2 == 0) else None,
             pdl=starts_early,
         ).launch
-        self._combine = mla_combine.prepare(
-            device=call.device,
-            dtype="bfloat16",
-            b=call.b,
-            s_q=call.s_q,
-            h_q=call.h_q,
-            num_parts=call.num_parts,
-            max_splits=splits,
-            object_layout=call.object_layout,
-            batch_invariant=call.batch_invariant,
-            out_strides=call.out_strides,
-            capturing=capturing,
-            of_prefill=of_prefill,
-        )
 
     def launch(self, stream: int, addresses: tuple[int, ...], scratch: int) -> None:
         """Enqueue the kernels.
@@ -340,7 +277,7 @@ class PreparedSparse:
         ) = addresses  # fmt: skip
         q_map, q_rope_map = _NO_MAPS
         if self._has_map:
-            q_map, q_rope_map = self._maps.get((q, q_rope)) or self._encode(q, q_rope)
+            q_map, q_rope_map = self._maps[q, q_rope]
         lse_accum = scratch + self._lse_accum
         o_scale = scratch + self._o_scale
         if not self._max_logits:
@@ -367,27 +304,24 @@ class PreparedSparse:
                 max_accum, max_logits, context_is_current=current,
             )  # fmt: skip
 
-    def _encode(self, q: int, q_rope: int) -> tuple[bytes, bytes]:
-        """The tensor maps of q and its RoPE: a box is 64 columns of 64 heads, or of the rows of a group."""
-        call = self._call
-        tokens = call.group_tokens
 
-        def encode(address: int, chunks: int, strides: tuple[int, ...]) -> bytes:
-            # Of a dimension of one element the stride may be 0, which a tensor map may not have.
-            stride_b, stride_s, stride_h = (2 * stride or 16 for stride in strides)
-            return jit.tensor_map(
-                address,
-                "bfloat16",
-                (64, call.h_q // tokens, chunks, call.s_q * tokens, call.b),
-                (stride_h, 128, stride_s, stride_b),
-                (64, TILE_ROWS // tokens, 1, tokens, 1),
-                "128b",
-                "none",
-            )
+def _maps(call: SparseCall, addresses: tuple[int, int]) -> tuple[bytes, ...]:
+    """The tensor maps of q and its RoPE: a box is 64 columns of 64 heads, or of the rows of a group."""
+    tokens = call.group_tokens
 
-        if len(self._maps) >= _MAX_MAPS:
-            self._maps.clear()
-        before_rope = (call.d_qk - D_ROPE) // 64
-        maps = encode(q, before_rope, call.q_strides), encode(q_rope, 1, call.q_rope_strides)
-        self._maps[q, q_rope] = maps
-        return maps
+    def encode(address: int, chunks: int, strides: tuple[int, ...]) -> bytes:
+        # Of a dimension of one element the stride may be 0, which a tensor map may not have.
+        stride_b, stride_s, stride_h = (2 * stride or 16 for stride in strides)
+        return jit.tensor_map(
+            address,
+            "bfloat16",
+            (64, call.h_q // tokens, chunks, call.s_q * tokens, call.b),
+            (stride_h, 128, stride_s, stride_b),
+            (64, TILE_ROWS // tokens, 1, tokens, 1),
+            "128b",
+            "none",
+        )
+
+    q, q_rope = addresses
+    before_rope = (call.d_qk - D_ROPE) // 64
+    return encode(q, before_rope, call.q_strides), encode(q_rope, 1, call.q_rope_strides)

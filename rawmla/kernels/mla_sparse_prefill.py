@@ -1,7 +1,7 @@
 """Sparse prefill, composed of other kernels: it has no CUDA source of its own.
 
-The kernels of `mla_sparse` attend, with every query token as a request of its own. Three ways to get there
-are tried in this order:
+The kernels of `mla_sparse` attend, with every query token as a request of its own: a call is a `SparseCall`
+whose b counts query tokens. Three ways to get there are tried in this order:
 
 - An FP8 cache is copied to bf16 rows (`mla_cache_gather`), which then are attended.
 - Query tokens with few heads are attended in groups that fill a tile (`mla_unite_selections`).
@@ -11,18 +11,14 @@ are tried in this order:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from .. import jit
 from . import mla_cache_gather, mla_metadata, mla_sparse, mla_unite_selections
-from .common import BLOCK_TOKENS, D_V, TILE_ROWS, ceil_div
+from .common import BLOCK_TOKENS, D_V, TILE_ROWS, ceil_div, offsets_in_scratch
 from .mla_cache_rows import FORMATS, QUANTIZED
-from .mla_sparse import NO_CACHE, Cache, SparseAddresses, SparseCall
+from .mla_sparse import SparseAddresses, SparseCall
 
-__all__ = ["PrefillAddresses", "Prepared", "SparsePrefillCall", "prepare", "specs"]
-
-_ALIGNMENT = 16  # bytes, of arrays in scratch
-_ROWS_ALIGNMENT = 128  # of copied rows: aligned 128 bytes of a row then are one cache line
 # An FP8 cache is copied when its rows are selected this often each, on average. 1,024 tokens with 128
 # heads over rows that are selected 8, 12 and 16 times took 1,193, 1,134 and 1,132 us from the FP8 rows, and
 # 1,186, 1,069 and 1,041 us with copies.
@@ -35,59 +31,7 @@ _UNITED_TOKENS = 512
 _UNITED_WHEN_SELECTED = 16
 _UNITED_ROWS = 16
 _UNITED_SCRATCH = 64 << 20  # bytes of united selections that are in scratch at a time
-
-
-class SparsePrefillCall(NamedTuple):
-    """What stays the same when a prefill call is repeated on other arrays.
-
-    Strides are of tokens and heads, in elements. ``cache``, ``load_bytes`` and ``lse_factor`` are as in
-    `SparseCall`; the index_stride_b of ``cache`` is between query tokens. ``limited``: there is a
-    topk_length. ``batch_invariant``: the bits of a token's result may depend on nothing but the token.
-    """
-
-    device: int
-    format: str
-    d_qk: int
-    load_bytes: int
-    s_q: int
-    h_q: int
-    cache: Cache
-    q_strides: tuple[int, ...]
-    q_rope_strides: tuple[int, ...]
-    out_strides: tuple[int, ...]
-    num_parts: int
-    softmax_scale: float
-    lse_factor: float
-    limited: bool
-    batch_invariant: bool = False
-
-
-class PrefillAddresses(NamedTuple):
-    """The arrays of a call as device addresses; ``topk_length`` and ``attn_sink`` may be 0."""
-
-    q: int
-    q_rope: int
-    kv: int
-    indices: int
-    topk_length: int
-    attn_sink: int
-    out: int
-    max_logits: int
-    lse: int
-
-    def from_token(self, call: SparsePrefillCall, first: int) -> PrefillAddresses:
-        """The addresses of query token ``first``."""
-        if first == 0:
-            return self
-        return self._replace(
-            q=self.q + 2 * first * call.q_strides[0],
-            q_rope=self.q_rope + 2 * first * call.q_rope_strides[0],
-            indices=self.indices + 4 * first * call.cache.index_stride_b,
-            topk_length=self.topk_length + 4 * first if self.topk_length else 0,
-            out=self.out + 2 * first * call.out_strides[0],
-            max_logits=self.max_logits + 4 * first * call.h_q,
-            lse=self.lse + 4 * first * call.h_q,
-        )
+_PLAN_AT = SparseAddresses._fields.index("sched_meta")  # num_splits is the next
 
 
 def specs(format: str) -> list[jit.KernelSpec]:
@@ -105,45 +49,33 @@ def specs(format: str) -> list[jit.KernelSpec]:
     return found + mla_unite_selections.specs()
 
 
-def prepare(call: SparsePrefillCall, capturing: Callable[[], bool]) -> Prepared:
-    """The launches of a call, with its kernels loaded; ``capturing`` as in `rawmla.jit.get_kernel`."""
-    if call.batch_invariant:
-        return _PreparedTokens(call, capturing)  # the other ways are chosen by the number of tokens
-    if call.format in QUANTIZED and _is_copied(call):
-        return _PreparedCopies(call, capturing)
-    if call.format not in QUANTIZED and _is_united(call):
-        return _PreparedGroups(call, capturing)
-    return _PreparedTokens(call, capturing)
+class Prepared(Protocol):
+    """The launches of a prefill call."""
+
+    scratch_bytes: int
+    """Size of the scratch that `launch` takes; 0: none."""
+
+    def launch(self, stream: int, addresses: SparseAddresses, scratch: int) -> None:
+        """Enqueue the kernels. ``addresses`` has no plan. ``scratch`` is the address of 16-byte aligned
+        scratch, or 0.
+        """
 
 
-def _as_requests(call: SparsePrefillCall, b: int) -> SparseCall:
-    """The sparse call whose requests are ``b`` query tokens."""
-    q_stride, q_stride_h = call.q_strides
-    q_rope_stride, q_rope_stride_h = call.q_rope_strides
-    out_stride, out_stride_h = call.out_strides
-    return SparseCall(
-        device=call.device,
-        format=call.format,
-        d_qk=call.d_qk,
-        load_bytes=call.load_bytes,
-        b=b,
-        s_q=1,
-        h_q=call.h_q,
-        cache=call.cache,
-        extra=NO_CACHE,
-        q_strides=(q_stride, 0, q_stride_h),
-        q_rope_strides=(q_rope_stride, 0, q_rope_stride_h),
-        num_parts=call.num_parts,
-        object_layout=True,
-        batch_invariant=call.batch_invariant,
-        out_strides=(out_stride, 0, out_stride_h),
-        softmax_scale=call.softmax_scale,
-        lse_factor=call.lse_factor,
-        limited=call.limited,
-    )
+def prepare(call: SparseCall, capturing: Callable[[], bool]) -> Prepared:
+    """The launches of a call, with its kernels loaded; ``capturing`` as in `rawmla.jit.get_kernel`.
+
+    In a ``batch_invariant`` call the bits of a token's result depend on nothing but the token, so the number
+    of tokens may not choose the way.
+    """
+    if not call.batch_invariant:
+        if call.format in QUANTIZED and _is_copied(call):
+            return _PreparedCopies(call, capturing)
+        if call.format not in QUANTIZED and _is_united(call):
+            return _PreparedGroups(call, capturing)
+    return _PreparedTokens(call, mla_metadata.MAX_BATCH, capturing)
 
 
-def _of_copies(call: SparsePrefillCall) -> SparsePrefillCall:
+def _of_copies(call: SparseCall) -> SparseCall:
     """The same call on copies of the cache's rows in bf16."""
     rows = call.cache.num_blocks * call.cache.page_block_size
     row_bytes = 2 * call.d_qk
@@ -153,7 +85,7 @@ def _of_copies(call: SparsePrefillCall) -> SparsePrefillCall:
     return call._replace(format="bf16", load_bytes=16, cache=cache)
 
 
-def _is_copied(call: SparsePrefillCall) -> bool:
+def _is_copied(call: SparseCall) -> bool:
     """Whether an FP8 cache is better copied to bf16 rows first.
 
     So it is when its rows are selected many times, unless the copies take more room than q and the results.
@@ -166,11 +98,11 @@ def _is_copied(call: SparsePrefillCall) -> bool:
     if call.format == "v32" and call.h_q <= mla_sparse.FEW_HEADS and not _is_united(copies):
         return False  # the kernel for few heads reads FP8 rows in less time
     rows = copies.cache.num_blocks
-    often = call.s_q * call.cache.topk >= _COPIED_WHEN_SELECTED * rows
-    return often and rows * call.d_qk <= call.s_q * call.h_q * (call.d_qk + D_V)
+    often = call.b * call.cache.topk >= _COPIED_WHEN_SELECTED * rows
+    return often and rows * call.d_qk <= call.b * call.h_q * (call.d_qk + D_V)
 
 
-def _is_united(call: SparsePrefillCall) -> bool:
+def _is_united(call: SparseCall) -> bool:
     """Whether query tokens are better attended in groups that fill the rows of a tile.
 
     So it is when the heads of a token fill only a fraction of a tile, there are enough tokens, and rows are
@@ -178,76 +110,72 @@ def _is_united(call: SparsePrefillCall) -> bool:
     """
     group_tokens = TILE_ROWS // call.h_q
     rows, topk = call.cache.num_blocks, call.cache.topk
-    out_stride, out_stride_h = call.out_strides
+    out_stride, _, out_stride_h = call.out_strides
     return (
         group_tokens in mla_unite_selections.GROUP_TOKENS
         and group_tokens * call.h_q == TILE_ROWS
-        and call.s_q >= _UNITED_TOKENS
+        and call.b >= _UNITED_TOKENS
         and out_stride == call.h_q * out_stride_h
         and rows <= mla_unite_selections.MAX_ROWS
         and group_tokens * topk <= mla_unite_selections.MAX_CAPACITY
-        and call.s_q * topk >= _UNITED_WHEN_SELECTED * rows
+        and call.b * topk >= _UNITED_WHEN_SELECTED * rows
         and rows <= _UNITED_ROWS * topk
     )
 
 
-class Prepared(Protocol):
-    """The launches of a prefill call."""
+def _from_token(addresses: SparseAddresses, call: SparseCall, first: int) -> SparseAddresses:
+    """The addresses of query token ``first``."""
+    if first == 0:
+        return addresses
+    return addresses._replace(
+        q=addresses.q + 2 * first * call.q_strides[0],
+        q_rope=addresses.q_rope + 2 * first * call.q_rope_strides[0],
+        indices=addresses.indices + 4 * first * call.cache.index_stride_b,
+        topk_length=addresses.topk_length + 4 * first if addresses.topk_length else 0,
+        out=addresses.out + 2 * first * call.out_strides[0],
+        max_logits=addresses.max_logits + 4 * first * call.h_q,
+        lse=addresses.lse + 4 * first * call.h_q,
+    )
 
-    scratch_bytes: int
-    """Size of the scratch that `launch` takes; 0: none."""
 
-    def launch(self, stream: int, addresses: PrefillAddresses, scratch: int) -> None:
-        """Enqueue the kernels. ``scratch`` is the address of 16-byte aligned scratch, or 0."""
-
-
-def _load(specs: Iterable[jit.KernelSpec], call: SparsePrefillCall, capturing: Callable[[], bool]) -> None:
+def _load(specs: Iterable[jit.KernelSpec], call: SparseCall, capturing: Callable[[], bool]) -> None:
     """Load kernels that `launch` looks up, so that a call which lacks one enqueues nothing."""
     for spec in specs:
         jit.get_kernel(spec, call.device, capturing=capturing)
 
 
-class _Layout:
-    """The layout of scratch: arrays one after the other, given as offsets in bytes."""
-
-    def __init__(self) -> None:
-        self.bytes = 0
-
-    def take(self, size: int, alignment: int = _ALIGNMENT) -> int:
-        """Where an array of ``size`` bytes begins."""
-        begin = ceil_div(self.bytes, alignment) * alignment
-        self.bytes = begin + size
-        return begin
-
-
 class _PreparedTokens:
-    """Query tokens are attended one by one, in chunks of as many as a plan takes.
+    """Query tokens, or groups of them, are attended as requests, in chunks that one plan covers.
 
     For each chunk a plan is made, unless it is uniform. Scratch has the plan and the splits; the chunks use
     it one after the other.
+
+    Attributes
+    ----------
+    chunk : int
+        Requests of a chunk, at most ``most``. The last chunk may have fewer.
+    plan_bytes, splits_bytes : int
+        Sizes of the plan and of the splits, for a caller of `attend`, which says where they are.
     """
 
-    def __init__(self, call: SparsePrefillCall, capturing: Callable[[], bool]) -> None:
+    def __init__(self, call: SparseCall, most: int, capturing: Callable[[], bool]) -> None:
         self._call = call
         self._capturing = capturing
-        # All chunks but the last have this size.
-        self._chunk = ceil_div(call.s_q, ceil_div(call.s_q, mla_metadata.MAX_BATCH))
-        sizes = {self._chunk, call.s_q - (ceil_div(call.s_q, self._chunk) - 1) * self._chunk}
+        self.chunk = ceil_div(call.b, ceil_div(call.b, most))
+        sizes = {self.chunk, call.b - (ceil_div(call.b, self.chunk) - 1) * self.chunk}
         self._needs_plan = call.limited and not call.batch_invariant
         if self._needs_plan:
             _load({mla_metadata.spec(size) for size in sizes}, call, capturing)
         self._attention = {
             size: mla_sparse.PreparedSparse(
-                _as_requests(call, size)._replace(uniform=self._uniform_plan(size)), capturing
+                call._replace(b=size, uniform=self._uniform_plan(size)), capturing
             )
             for size in sizes
         }
         self._num_splits = call.num_parts * 4 * mla_metadata.PLAN_COLUMNS
-        plan_bytes = self._num_splits + 4 * (self._chunk + 1) if self._needs_plan else 0
-        layout = _Layout()
-        layout.take(plan_bytes)
-        self._split_scratch = layout.take(max(one.scratch_bytes for one in self._attention.values()))
-        self.scratch_bytes = layout.bytes
+        self.plan_bytes = self._num_splits + 4 * (self.chunk + 1) if self._needs_plan else 0
+        self.splits_bytes = max(one.scratch_bytes for one in self._attention.values())
+        (_, self._splits), self.scratch_bytes = offsets_in_scratch((self.plan_bytes, self.splits_bytes), 16)
 
     def _uniform_plan(self, tokens: int) -> mla_metadata.UniformPlan:
         """The plan of a chunk, if it needs no kernel because all tokens select equally many rows.
@@ -263,44 +191,34 @@ class _PreparedTokens:
             return mla_metadata.uncut_plan(tokens, blocks, call.num_parts)
         return mla_metadata.uniform_plan(tokens, blocks, call.num_parts)
 
-    def launch(self, stream: int, addresses: PrefillAddresses, scratch: int) -> None:
+    def launch(self, stream: int, addresses: SparseAddresses, scratch: int) -> None:
         """As in `Prepared`."""
         call = self._call
-        num_splits = scratch + self._num_splits
-        for first in range(0, call.s_q, self._chunk):
-            tokens = min(self._chunk, call.s_q - first)
-            chunk = addresses.from_token(call, first)
-            if self._needs_plan:
-                mla_metadata.launch(
-                    device=call.device,
-                    stream=stream,
-                    capturing=self._capturing,
-                    tokens=mla_metadata.TokenCounts(chunk.topk_length, most=call.cache.topk),
-                    b=tokens,
-                    num_parts=call.num_parts,
-                    sched_meta=scratch,
-                    num_splits=num_splits,
-                    splits_length=tokens + 1,
-                    object_layout=True,
-                    batch_invariant=False,
-                )
-            attended = SparseAddresses(
-                q=chunk.q,
-                q_rope=chunk.q_rope,
-                k_cache=chunk.kv,
-                extra_k_cache=0,
-                indices=chunk.indices,
-                extra_indices=0,
-                topk_length=chunk.topk_length,
-                extra_topk_length=0,
-                attn_sink=chunk.attn_sink,
-                sched_meta=scratch,
+        for first in range(0, call.b, self.chunk):
+            tokens = min(self.chunk, call.b - first)
+            self.attend(stream, tokens, _from_token(addresses, call, first), scratch, scratch + self._splits)
+
+    def attend(self, stream: int, requests: int, addresses: SparseAddresses, plan: int, splits: int) -> None:
+        """Enqueue a chunk, whose plan and splits go to the addresses ``plan`` and ``splits``."""
+        call = self._call
+        num_splits = plan + self._num_splits
+        if self._needs_plan:
+            mla_metadata.launch(
+                device=call.device,
+                stream=stream,
+                capturing=self._capturing,
+                tokens=mla_metadata.TokenCounts(addresses.topk_length, most=call.cache.topk),
+                b=requests,
+                num_parts=call.num_parts,
+                sched_meta=plan,
                 num_splits=num_splits,
-                out=chunk.out,
-                lse=chunk.lse,
-                max_logits=chunk.max_logits,
+                splits_length=requests + 1,
+                object_layout=True,
+                batch_invariant=False,
             )
-            self._attention[tokens].launch(stream, attended, scratch + self._split_scratch)
+        # To replace two fields by name would take twice as long.
+        attended = (*addresses[:_PLAN_AT], plan, num_splits, *addresses[_PLAN_AT + 2 :])
+        self._attention[requests].launch(stream, attended, splits)
 
 
 class _PreparedGroups:
@@ -310,135 +228,117 @@ class _PreparedGroups:
     one token with the heads of all its tokens. The tokens after the last whole group are attended one by
     one.
 
-    Scratch has the bits of rows that are not finite, the plan, the united selections of a chunk and the
+    Scratch has the plan, the bits of rows that are not finite, the united selections of a chunk and the
     splits.
     """
 
-    def __init__(self, call: SparsePrefillCall, capturing: Callable[[], bool]) -> None:
+    def __init__(self, call: SparseCall, capturing: Callable[[], bool]) -> None:
         self._call = call
         self._capturing = capturing
         self._tokens = TILE_ROWS // call.h_q
-        self._groups, rest = divmod(call.s_q, self._tokens)
-        self._rest = _PreparedTokens(call._replace(s_q=rest), capturing) if rest else None
-        self._capacity = mla_unite_selections.capacity(self._tokens, call.cache.topk)
-        words = mla_unite_selections.selected_bytes(self._tokens, self._capacity)
-        most = min(_UNITED_SCRATCH // (4 * self._capacity + words), mla_metadata.MAX_BATCH)
-        self._chunk = ceil_div(self._groups, ceil_div(self._groups, most))
-        sizes = {self._chunk, self._groups - (ceil_div(self._groups, self._chunk) - 1) * self._chunk}
-        _load({mla_metadata.spec(size) for size in sizes}, call, capturing)
+        self._groups, rest = divmod(call.b, self._tokens)
+        most = mla_metadata.MAX_BATCH
+        self._rest = _PreparedTokens(call._replace(b=rest), most, capturing) if rest else None
+        capacity = mla_unite_selections.capacity(self._tokens, call.cache.topk)
+        words = mla_unite_selections.selected_bytes(self._tokens, capacity)
         _load(mla_unite_selections.specs(), call, capturing)
-        self._attention = {
-            size: mla_sparse.PreparedSparse(self._call_of_groups(size), capturing) for size in sizes
-        }
-        layout = _Layout()
-        self._plan = layout.take(call.num_parts * 4 * mla_metadata.PLAN_COLUMNS)
-        self._num_splits = layout.take(4 * (self._chunk + 1))
-        self._not_finite = layout.take(mla_unite_selections.not_finite_bytes(call.cache.num_blocks))
-        self._sinks = layout.take(4 * TILE_ROWS)
-        self._counts = layout.take(4 * self._chunk)
-        self._rows = layout.take(4 * self._capacity * self._chunk)
-        self._selected = layout.take(words * self._chunk)
-        self._split_scratch = layout.take(max(one.scratch_bytes for one in self._attention.values()))
-        self.scratch_bytes = max(layout.bytes, self._rest.scratch_bytes if self._rest else 0)
+        groups = self._attention = _PreparedTokens(
+            self._call_of_groups(capacity),
+            min(_UNITED_SCRATCH // (4 * capacity + words), most),
+            capturing,
+        )
+        sizes = (
+            groups.plan_bytes,
+            mla_unite_selections.not_finite_bytes(call.cache.num_blocks),
+            4 * TILE_ROWS,  # sinks
+            4 * groups.chunk,  # counts
+            4 * capacity * groups.chunk,  # rows
+            words * groups.chunk,  # selected
+            groups.splits_bytes,
+        )
+        self._offsets, self.scratch_bytes = offsets_in_scratch(sizes, 16)
+        if self._rest is not None:
+            self.scratch_bytes = max(self.scratch_bytes, self._rest.scratch_bytes)
 
-    def _call_of_groups(self, groups: int) -> SparseCall:
+    def _call_of_groups(self, capacity: int) -> SparseCall:
         call = self._call
-        q_stride, q_stride_h = call.q_strides
-        q_rope_stride, q_rope_stride_h = call.q_rope_strides
-        out_stride, out_stride_h = call.out_strides
-        return _as_requests(call, groups)._replace(
+        q_stride, _, q_stride_h = call.q_strides
+        q_rope_stride, _, q_rope_stride_h = call.q_rope_strides
+        out_stride, _, out_stride_h = call.out_strides
+        return call._replace(
+            b=self._groups,
             h_q=TILE_ROWS,
-            cache=call.cache._replace(topk=self._capacity, index_stride_b=self._capacity),
+            cache=call.cache._replace(topk=capacity, index_stride_b=capacity),
             q_strides=(self._tokens * q_stride, q_stride, q_stride_h),
             q_rope_strides=(self._tokens * q_rope_stride, q_rope_stride, q_rope_stride_h),
             out_strides=(self._tokens * out_stride, 0, out_stride_h),
+            limited=True,
             group_tokens=self._tokens,
         )
 
-    def launch(self, stream: int, addresses: PrefillAddresses, scratch: int) -> None:
+    def launch(self, stream: int, addresses: SparseAddresses, scratch: int) -> None:
         """As in `Prepared`."""
         call = self._call
+        plan, not_finite, sinks, counts, rows, selected, splits = (
+            scratch + offset for offset in self._offsets
+        )
         mla_unite_selections.find_not_finite(
             device=call.device,
             stream=stream,
             capturing=self._capturing,
-            rows=addresses.kv,
-            not_finite=scratch + self._not_finite,
+            rows=addresses.k_cache,
+            not_finite=not_finite,
             row_stride=call.cache.block_stride,
             num_rows=call.cache.num_blocks,
         )
-        for first_group in range(0, self._groups, self._chunk):
-            groups = min(self._chunk, self._groups - first_group)
-            chunk = addresses.from_token(call, first_group * self._tokens)
+        for first_group in range(0, self._groups, self._attention.chunk):
+            groups = min(self._attention.chunk, self._groups - first_group)
+            chunk = _from_token(addresses, call, first_group * self._tokens)
             mla_unite_selections.unite(
                 device=call.device,
                 stream=stream,
                 capturing=self._capturing,
                 indices=chunk.indices,
                 topk_length=chunk.topk_length,
-                not_finite=scratch + self._not_finite,
+                not_finite=not_finite,
                 attn_sink=chunk.attn_sink,
-                rows=scratch + self._rows,
-                counts=scratch + self._counts,
-                selected=scratch + self._selected,
-                sinks=scratch + self._sinks,
+                rows=rows,
+                counts=counts,
+                selected=selected,
+                sinks=sinks,
                 index_stride=call.cache.index_stride_b,
                 topk=call.cache.topk,
                 num_rows=call.cache.num_blocks,
                 group_tokens=self._tokens,
                 groups=groups,
             )
-            mla_metadata.launch(
-                device=call.device,
-                stream=stream,
-                capturing=self._capturing,
-                tokens=mla_metadata.TokenCounts(scratch + self._counts, most=self._capacity),
-                b=groups,
-                num_parts=call.num_parts,
-                sched_meta=scratch + self._plan,
-                num_splits=scratch + self._num_splits,
-                splits_length=groups + 1,
-                object_layout=True,
-                batch_invariant=False,
+            united = chunk._replace(
+                indices=rows,
+                topk_length=counts,
+                attn_sink=sinks if chunk.attn_sink else 0,
+                selected=selected,
             )
-            attended = SparseAddresses(
-                q=chunk.q,
-                q_rope=chunk.q_rope,
-                k_cache=chunk.kv,
-                extra_k_cache=0,
-                indices=scratch + self._rows,
-                extra_indices=0,
-                topk_length=scratch + self._counts,
-                extra_topk_length=0,
-                attn_sink=scratch + self._sinks if chunk.attn_sink else 0,
-                sched_meta=scratch + self._plan,
-                num_splits=scratch + self._num_splits,
-                out=chunk.out,
-                lse=chunk.lse,
-                max_logits=chunk.max_logits,
-                selected=scratch + self._selected,
-            )
-            self._attention[groups].launch(stream, attended, scratch + self._split_scratch)
+            self._attention.attend(stream, groups, united, plan, splits)
         if self._rest is not None:
-            self._rest.launch(stream, addresses.from_token(call, self._groups * self._tokens), scratch)
+            self._rest.launch(stream, _from_token(addresses, call, self._groups * self._tokens), scratch)
 
 
 class _PreparedCopies:
     """An FP8 cache is copied to bf16 rows in scratch, and these are attended."""
 
-    def __init__(self, call: SparsePrefillCall, capturing: Callable[[], bool]) -> None:
+    def __init__(self, call: SparseCall, capturing: Callable[[], bool]) -> None:
         self._call = call
         self._capturing = capturing
         _load([mla_cache_gather.spec(QUANTIZED[call.format], False)], call, capturing)
         copies = _of_copies(call)
         self._num_rows = copies.cache.num_blocks
         self._attention = prepare(copies, capturing)
-        layout = _Layout()
-        layout.take(self._attention.scratch_bytes)
-        self._rows = layout.take(self._num_rows * copies.cache.block_stride, _ROWS_ALIGNMENT)
-        self.scratch_bytes = layout.bytes
+        # Rows are aligned to 128 bytes: aligned 128 bytes of a row then are one cache line.
+        (_, self._rows), self.scratch_bytes = offsets_in_scratch(
+            (self._attention.scratch_bytes, self._num_rows * copies.cache.block_stride), 128
+        )
 
-    def launch(self, stream: int, addresses: PrefillAddresses, scratch: int) -> None:
+    def launch(self, stream: int, addresses: SparseAddresses, scratch: int) -> None:
         """As in `Prepared`."""
         call = self._call
         rows = scratch + self._rows
@@ -448,7 +348,7 @@ class _PreparedCopies:
             device=call.device,
             stream=stream,
             capturing=self._capturing,
-            cache=addresses.kv,
+            cache=addresses.k_cache,
             block_table=0,
             cache_seqlens=0,
             workspace_starts=0,
@@ -464,4 +364,4 @@ class _PreparedCopies:
             rows=self._num_rows,
             page_block_size=call.cache.page_block_size,
         )
-        self._attention.launch(stream, addresses._replace(kv=rows), scratch)
+        self._attention.launch(stream, addresses._replace(k_cache=rows), scratch)

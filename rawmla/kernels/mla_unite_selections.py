@@ -12,20 +12,6 @@ from .. import jit
 from ..jit.params import I32, I64, POINTER, ParamStruct
 from .common import BLOCK_TOKENS, ceil_div
 
-__all__ = [
-    "FIND_PARAMS",
-    "GROUP_TOKENS",
-    "MAX_CAPACITY",
-    "MAX_ROWS",
-    "UNITE_PARAMS",
-    "capacity",
-    "find_not_finite",
-    "not_finite_bytes",
-    "selected_bytes",
-    "specs",
-    "unite",
-]
-
 GROUP_TOKENS = (2, 4, 8)
 """Query tokens of a tile of 64 rows, with 32, 16 and 8 heads."""
 MAX_CAPACITY = 16_384
@@ -40,14 +26,12 @@ UNITE_PARAMS = ParamStruct(
 )
 FIND_PARAMS = ParamStruct(POINTER("rows", "not_finite"), I64("row_stride"), I32("num_rows"))
 _FIND_THREADS = 128
-_SMEM_BYTES = (MAX_ROWS + MAX_CAPACITY) * 9 // 8 + 256
-
 _FIND = jit.KernelSpec("mla_find_not_finite", (), threads=_FIND_THREADS, smem_bytes=0)
 _UNITE = jit.KernelSpec(
     "mla_unite_selections",
     (("MAX_ENTRIES", MAX_CAPACITY), ("MAX_ROWS", MAX_ROWS)),
     threads=256,
-    smem_bytes=_SMEM_BYTES,
+    smem_bytes=(MAX_ROWS + MAX_CAPACITY) * 9 // 8 + 256,
 )
 
 

@@ -7,7 +7,7 @@ depend on. A new operation is one more entry, which `rawmla.warmup` then knows b
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import index
 from typing import Any, NamedTuple
 
@@ -30,8 +30,6 @@ from . import (
 )
 from .common import BLOCK_TOKENS, D_QK, DTYPES
 from .mla_cache_rows import FORMATS
-
-__all__ = ["OPERATIONS", "OPTIONS", "all_specs", "default_specs", "specs_of"]
 
 
 class Option(NamedTuple):
@@ -78,84 +76,82 @@ OPTIONS = {
 
 def _dense_decode(
     dtypes: Iterable[str], d_qk: Iterable[int], page_block_sizes: Iterable[int]
-) -> list[KernelSpec]:
-    specs = mla_metadata.specs()
+) -> Iterator[KernelSpec]:
+    yield from mla_metadata.specs()
     for dtype in dtypes:
-        specs += mla_combine.specs(dtype)
+        yield from mla_combine.specs(dtype)
         for width in d_qk:
-            specs += mla_dense_decode.specs(dtype, width, page_block_sizes)
-    return specs
+            yield from mla_dense_decode.specs(dtype, width, page_block_sizes)
 
 
-def _sparse_decode(sparse_formats: Iterable[str]) -> list[KernelSpec]:
-    specs = mla_metadata.specs()
+def _sparse_decode(sparse_formats: Iterable[str]) -> Iterator[KernelSpec]:
+    yield from mla_metadata.specs()
     for format in sparse_formats:
-        specs += mla_sparse.specs(format) + mla_combine.specs("bfloat16")
-    return specs
+        yield from mla_sparse.specs(format)
+        yield from mla_combine.specs("bfloat16")
 
 
-def _sparse_prefill(prefill_formats: Iterable[str]) -> list[KernelSpec]:
-    specs = mla_metadata.specs()
+def _sparse_prefill(prefill_formats: Iterable[str]) -> Iterator[KernelSpec]:
+    yield from mla_metadata.specs()
     for format in prefill_formats:
-        specs += mla_sparse_prefill.specs(format) + mla_combine.specs("bfloat16", max_logits=True)
-    return specs
+        yield from mla_sparse_prefill.specs(format)
+        yield from mla_combine.specs("bfloat16", max_logits=True)
 
 
-def _cache(sparse_formats: Iterable[str]) -> list[KernelSpec]:
-    formats = [known for name in sparse_formats for known in FORMATS[name]]
-    kernels = (mla_cache_write, mla_cache_gather)
-    return [spec for known in formats for kernel in kernels for spec in kernel.specs(known)]
+def _cache(sparse_formats: Iterable[str]) -> Iterator[KernelSpec]:
+    for name in sparse_formats:
+        for format in FORMATS[name]:
+            yield from mla_cache_write.specs(format)
+            yield from mla_cache_gather.specs(format)
 
 
-def _indices(sparse_formats: Iterable[str]) -> list[KernelSpec]:
+def _indices(sparse_formats: Iterable[str]) -> Iterator[KernelSpec]:
     # No variant depends on the format, but without sparse attention nothing is converted.
-    return mla_convert_indices.specs() if sparse_formats else []
+    if sparse_formats:
+        yield from mla_convert_indices.specs()
 
 
-def _merge(dtypes: Iterable[str]) -> list[KernelSpec]:
-    return [spec for dtype in dtypes for spec in mla_merge_states.specs(dtype)]
+def _merge(dtypes: Iterable[str]) -> Iterator[KernelSpec]:
+    for dtype in dtypes:
+        yield from mla_merge_states.specs(dtype)
 
 
-def _mha(dtypes: Iterable[str], mha_head_dims: Iterable[tuple[int, int]]) -> list[KernelSpec]:
-    head_dims = list(mha_head_dims)
-    return [spec for dtype in dtypes for spec in mha_forward_variants.specs(dtype, head_dims)]
+def _mha(dtypes: Iterable[str], mha_head_dims: Iterable[tuple[int, int]]) -> Iterator[KernelSpec]:
+    for dtype in dtypes:
+        yield from mha_forward_variants.specs(dtype, mha_head_dims)
 
 
 def _mha_backward(
     dtypes: Iterable[str], mha_backward_head_dims: Iterable[tuple[int, int]]
-) -> list[KernelSpec]:
-    head_dims = list(mha_backward_head_dims)
-    specs = [
-        spec for dtype in dtypes for dims in head_dims for spec in mha_backward_variants.specs(dtype, *dims)
-    ]
-    return [*specs, mha_backward_clear.CLEAR_SPEC] if specs else []
+) -> Iterator[KernelSpec]:
+    for dtype in dtypes:
+        for dims in mha_backward_head_dims:
+            yield from mha_backward_variants.specs(dtype, *dims)
+    if dtypes and mha_backward_head_dims:
+        yield mha_backward_clear.CLEAR_SPEC
 
 
-def _prefix(dtypes: Iterable[str], prefix_head_dims: Iterable[int]) -> list[KernelSpec]:
-    head_dims = list(prefix_head_dims)
-    return [spec for dtype in dtypes for spec in mha_forward_variants.paged_specs(dtype, head_dims)]
+def _prefix(dtypes: Iterable[str], prefix_head_dims: Iterable[int]) -> Iterator[KernelSpec]:
+    head_dims = [(d, d) for d in prefix_head_dims]
+    for dtype in dtypes:
+        yield from mha_forward_variants.specs(dtype, head_dims, mha_forward_variants.USUAL_CACHES)
 
 
-def _flex(mha_head_dims: Iterable[tuple[int, int]]) -> list[KernelSpec]:
+def _flex(mha_head_dims: Iterable[tuple[int, int]]) -> Iterator[KernelSpec]:
     # Those without functions, which depend on no option; the others are of a call.
-    if not mha_head_dims:
-        return []
-    masks = [block_mask.LISTS_SPEC, block_mask.SCATTER_SPEC, block_mask.RANKS_SPEC]
-    return [*masks, flex_captured.FINISH_SPEC]
+    if mha_head_dims:
+        yield from (block_mask.LISTS_SPEC, block_mask.SCATTER_SPEC, block_mask.RANKS_SPEC)
+        yield flex_captured.FINISH_SPEC
 
 
-def _metadata() -> list[KernelSpec]:
-    return mla_metadata.specs()
-
-
-OPERATIONS: dict[str, Callable[..., list[KernelSpec]]] = {
+OPERATIONS: dict[str, Callable[..., Iterable[KernelSpec]]] = {
     "dense_decode": _dense_decode,
     "sparse_decode": _sparse_decode,
     "sparse_prefill": _sparse_prefill,
     "cache": _cache,
     "indices": _indices,
     "merge": _merge,
-    "metadata": _metadata,
+    "metadata": mla_metadata.specs,
     "mha": _mha,
     "mha_backward": _mha_backward,
     "prefix": _prefix,

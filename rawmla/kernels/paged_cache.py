@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from .. import jit
-from .division import divisor, exact_divisor
-from .mha_maps import NO_MAP
-
-__all__ = ["CACHE_DTYPES", "PagedCache", "cache_params", "page_maps"]
+from .common import divisor, exact_divisor, fields
+from .tensor_maps import NO_MAP
 
 CACHE_DTYPES = ("same", "e4m3", "e5m2")
 """What a cache holds: values of the dtype of q, or FP8 bytes."""
@@ -81,23 +79,18 @@ def cache_params(cache: PagedCache | None, d: int) -> dict[str, Any]:
         itemsize = 2 if cache.dtype == "same" else 1
         inverse, bytes_shift = exact_divisor(cache.k_strides[0] * itemsize)
     return {
-        "table_stride": cache.table_stride,
+        **fields(cache, "table_stride", "num_blocks", "block_size", "x", "v_pack"),
+        **fields(cache, "own_in_cache", "skip_decode"),
+        "block_magic": magic,
+        "block_shift": shift,
         "k_stride_block": cache.k_strides[0],
         "k_stride_head": cache.k_strides[1],
         "v_stride_block": cache.v_strides[0],
         "v_stride_head": cache.v_strides[1],
-        "num_blocks": cache.num_blocks,
-        "block_size": cache.block_size,
-        "block_magic": magic,
-        "block_shift": shift,
         "block_bytes_inverse": inverse,
         "block_bytes_shift": bytes_shift,
         "table_entry": 2 if cache.table_has_pointers else int(cache.table_bytes == 8),
-        "x": cache.x,
-        "v_pack": cache.v_pack,
         "cache_by_tma": cache.by_tma(d),
-        "own_in_cache": cache.own_in_cache,
-        "skip_decode": cache.skip_decode,
         "k_scale_value": 1.0 if cache.k_scale is None else cache.k_scale,
         "v_scale_value": 1.0 if cache.v_scale is None else cache.v_scale,
         "out_scale_value": 1.0 if cache.out_scale is None else cache.out_scale,
@@ -105,7 +98,7 @@ def cache_params(cache: PagedCache | None, d: int) -> dict[str, Any]:
 
 
 def page_maps(
-    cache: PagedCache, dtype: Literal["bfloat16", "float16"], heads: int, d: int, columns: int, k: int, v: int
+    cache: PagedCache, dtype: str, heads: int, d: int, columns: int, k: int, v: int
 ) -> tuple[bytes, bytes]:
     """The tensor maps of the pages at ``k`` and ``v``: boxes of 16 tokens and of the columns that a kernel
     computes.
@@ -114,7 +107,7 @@ def page_maps(
         return NO_MAP, NO_MAP
     # Pieces of FP8 caches are converted, and not swizzled before.
     is_fp8 = cache.dtype != "same"
-    of_cache: Literal["bfloat16", "float16", "uint8"] = "uint8" if is_fp8 else dtype
+    of_cache = "uint8" if is_fp8 else dtype
     size, together = cache.block_size, cache.together
     step = 16 // together
     (k_block, k_head), (v_block, v_head) = cache.k_strides, cache.v_strides

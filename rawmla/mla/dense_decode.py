@@ -230,7 +230,7 @@ def _check_requests(table: Fields, lengths: Fields, q: Fields, page_block_size: 
 def _prepare(arrays: _Arrays, plan: GivenPlan, softmax_scale: float | None, causal: bool) -> PreparedDecode:
     """Check a call, load its kernels and work out their parameters."""
     q = arrays.q
-    d_qk, (k_stride_block, k_stride_token, k_stride_head) = _check(q, arrays.q_rope, arrays.k_cache)
+    d_qk, k_strides = _check(q, arrays.q_rope, arrays.k_cache)
     _, (b, s_q, h_q, _), _, dtype, device, framework, _ = q
     _, (num_blocks, page_block_size, h_kv, _), *_ = arrays.k_cache
     strides = q_strides(q, arrays.q_rope, d_qk)
@@ -247,7 +247,6 @@ def _prepare(arrays: _Arrays, plan: GivenPlan, softmax_scale: float | None, caus
     num_parts = check_plan(plan, config, device, framework)
     scratch_bytes, launch = 0, None
     if b and s_q:
-        out_stride_b, out_stride_s, out_stride_h = out_strides
         prepared = mla_dense_decode.PreparedDenseDecode(
             DenseDecodeCall(
                 device=device,
@@ -261,17 +260,13 @@ def _prepare(arrays: _Arrays, plan: GivenPlan, softmax_scale: float | None, caus
                 num_blocks=num_blocks,
                 q_strides=strides.q,
                 q_rope_strides=strides.q_rope,
-                k_stride_block=k_stride_block,
-                k_stride_token=k_stride_token,
-                k_stride_head=k_stride_head,
+                k_strides=k_strides,
                 block_table_stride=table_stride,
                 max_seqlen=max_seqlen,
                 num_parts=num_parts,
                 object_layout=holder is not None,
                 batch_invariant=batch_invariant,
-                out_stride_b=out_stride_b,
-                out_stride_s=out_stride_s,
-                out_stride_h=out_stride_h,
+                out_strides=out_strides,
                 softmax_scale=d_qk**-0.5 if softmax_scale is None else softmax_scale,
                 causal=causal and s_q > 1,
             ),

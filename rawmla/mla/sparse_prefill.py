@@ -16,8 +16,7 @@ from ..call.frameworks import Fields
 from ..call.memo import Memo, kind_of
 from ..kernels import mla_metadata, mla_sparse_prefill
 from ..kernels.common import D_V
-from ..kernels.mla_sparse import Cache
-from ..kernels.mla_sparse_prefill import PrefillAddresses, SparsePrefillCall
+from ..kernels.mla_sparse import NO_CACHE, Cache, SparseAddresses, SparseCall
 from .arguments import (
     check_out,
     check_selection,
@@ -122,10 +121,10 @@ def prefill(
     else:
         max_logits, lse, scratch = allocate()
         out_ptr = out_view[0]
-    addresses = PrefillAddresses(
-        q_ptr, q_rope_ptr, kv_ptr, index_ptr, 0 if length_view is None else length_view[0],
-        0 if sink_view is None else sink_view[0], out_ptr, framework.pointer(max_logits),
-        framework.pointer(lse),
+    addresses = SparseAddresses(
+        q_ptr, q_rope_ptr, kv_ptr, 0, index_ptr, 0, 0 if length_view is None else length_view[0], 0,
+        0 if sink_view is None else sink_view[0], 0, 0, out_ptr, framework.pointer(lse),
+        framework.pointer(max_logits),
     )  # fmt: skip
     launch(framework.current_stream(device), addresses, 0 if scratch is None else framework.pointer(scratch))
     return out, max_logits, lse
@@ -182,18 +181,21 @@ def _prepare(
     scratch_bytes, launch = 0, None
     if s_q:
         prepared = mla_sparse_prefill.prepare(
-            SparsePrefillCall(
+            SparseCall(
                 device=device,
                 format=format,
                 d_qk=d_qk,
                 load_bytes=load_bytes,
-                s_q=s_q,
+                b=s_q,
+                s_q=1,
                 h_q=h_q,
                 cache=cache,
-                q_strides=strides.q,
-                q_rope_strides=strides.q_rope,
-                out_strides=out_strides,
+                extra=NO_CACHE,
+                q_strides=(strides.q[0], 0, strides.q[1]),
+                q_rope_strides=(strides.q_rope[0], 0, strides.q_rope[1]),
+                out_strides=(out_strides[0], 0, out_strides[1]),
                 num_parts=mla_metadata.num_sm_parts_sparse(jit.device_info(device).sm_count, 1, h_q),
+                object_layout=True,
                 softmax_scale=softmax_scale,
                 lse_factor=lse_factor,
                 limited=arrays.topk_length is not None,

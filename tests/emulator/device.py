@@ -15,7 +15,7 @@ from rawmla import jit
 from rawmla.call import arrays, frameworks, memo
 from rawmla.jit.driver import DeviceInfo, aligned_buffer
 from rawmla.jit.table import BoundedTable
-from rawmla.kernels import mha_backward, mha_forward
+from rawmla.kernels import mha_forward_variants
 
 from .build import build_kernel, launcher
 
@@ -112,8 +112,7 @@ class Emulator:
             }.items():
                 stack.enter_context(mock.patch.object(jit, name, value))
             # What is kept between calls has kernels in it, or arrays' frameworks.
-            stack.enter_context(mock.patch.object(mha_forward, "_keys_of", BoundedTable(64)))
-            stack.enter_context(mock.patch.object(mha_backward, "_form_of", BoundedTable(64)))
+            stack.enter_context(mock.patch.object(mha_forward_variants, "_slow", BoundedTable(64)))
             stack.enter_context(mock.patch.dict(arrays._frameworks, {"torch": HostTensors(torch)}))
             stack.enter_context(mock.patch.dict(arrays.READERS, clear=True))
             # Without it, block masks would be made with CuPy where torch was built without CUDA.

@@ -18,7 +18,7 @@ from test_flex_matrix import BATCHES, BLOCKS, HEADS, LAYOUTS, VARIANTS
 
 from kit.flex import BIASES, MASKS, SCORES, FlexCase, check_flex
 from kit.flex_backward import make_flex_backward_inputs, make_flex_gradients
-from rawmla.kernels.mha_forward_variants import padded
+from rawmla.kernels.common import padded
 
 # Many pairs of functions take more registers than there are: docs/flex.md says so.
 pytestmark = pytest.mark.filterwarnings("ignore:rawmla. .* runs slower:RuntimeWarning")

@@ -1,24 +1,38 @@
-"""Tensor maps of arrays with tokens and heads: what multi-head attention copies by TMA."""
+"""Tensor maps: how a prepared call keeps them, and the maps of arrays in multi-head attention."""
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable
+from typing import Any
 
 from .. import jit
 from .common import CHUNK
 
-__all__ = ["MAX_MAPS", "NO_MAP", "key_map", "query_map"]
-
-MAX_MAPS = 1024
-"""The most sets of maps that a prepared call keeps, by the addresses of its arrays."""
+_MAX_MAPS = 1024
 NO_MAP = bytes(jit.TENSOR_MAP_BYTES)
 _ROWS = 64
 """Query rows of a warpgroup, the rows of a box."""
 
 
+class TensorMaps(dict[Any, tuple[bytes, ...]]):
+    """The tensor maps of a prepared call, by the addresses of its arrays; ``encode`` makes them from these.
+
+    They are kept for 1,024 sets of addresses at a time: a model has one for each layer.
+    """
+
+    def __init__(self, encode: Callable[[Any], tuple[bytes, ...]]) -> None:
+        self._encode = encode
+
+    def __missing__(self, addresses: Any) -> tuple[bytes, ...]:
+        if len(self) >= _MAX_MAPS:
+            self.clear()
+        maps = self[addresses] = self._encode(addresses)
+        return maps
+
+
 def query_map(
     address: int,
-    dtype: Literal["bfloat16", "float16"],
+    dtype: str,
     d: int,
     group: int,
     heads: int,
@@ -44,7 +58,7 @@ def query_map(
 
 def key_map(
     address: int,
-    dtype: Literal["bfloat16", "float16"],
+    dtype: str,
     d: int,
     keys: int,
     heads: int,
