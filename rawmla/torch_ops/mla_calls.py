@@ -1,4 +1,4 @@
-"""The operations of `rawmla.mla` as calls of operators: what public functions do while torch traces them.
+"""The call paths of `rawmla.mla` as calls of operators: what public functions do while torch traces them.
 
 torch.compile traces these functions themselves, so they are Python that it can follow: attributes of plan
 objects, sizes, and operators. All checks of arrays are the operators'.
@@ -14,38 +14,39 @@ from ..mla import metadata
 from ..mla import plan as plans
 from ..mla.plan import FlashMLASchedMeta, SchedConfig
 from ..mla.sparse_decode import ExtraCache
+from .registration import call_with_out
 
 __all__ = [
-    "convert_indices",
+    "compute_plan",
+    "convert",
     "decode",
     "decode_sparse",
-    "dequantize_k_cache",
-    "gather_kv_cache",
-    "get_mla_metadata",
-    "merge_attn_states",
-    "quantize_k_cache",
-    "sparse_fwd",
-    "write_kv_cache",
+    "dequantize",
+    "gather",
+    "merge",
+    "prefill",
+    "quantize",
+    "write",
 ]
 
 _ops = torch.ops.rawmla
 
 
-def get_mla_metadata(
+def compute_plan(
     cache_seqlens: Any,
     num_q_tokens_per_head_k: Any,
     num_heads_k: Any,
     num_heads_q: Any,
     topk: Any,
-    enable_batch_invariant: bool,
+    batch_invariant: bool,
     out: Any,
 ) -> tuple[Any, Any]:
-    """`rawmla.get_mla_metadata` with arguments."""
+    """As `rawmla.mla.metadata.compute`."""
     is_object = _is_object(out)
     if is_object:
-        enable_batch_invariant = metadata.batch_invariant_of(out, enable_batch_invariant)
+        batch_invariant = metadata.batch_invariant_of(out, batch_invariant)
         metadata.check_topk_of(out, topk)
-    sizes = (num_q_tokens_per_head_k, num_heads_k, num_heads_q, topk, enable_batch_invariant)
+    sizes = (num_q_tokens_per_head_k, num_heads_k, num_heads_q, topk, batch_invariant)
     if out is None:
         return _ops.plan.default(cache_seqlens, *sizes)
     if is_object and metadata.is_empty(out):  # arrays of the right size, in the order of bare tensors so far
@@ -54,7 +55,7 @@ def get_mla_metadata(
     _ops.plan_.default(cache_seqlens, *sizes, rows, num_splits, is_object)
     if not is_object:
         return rows, num_splits
-    metadata.note_batch_invariant(out, enable_batch_invariant)
+    metadata.note_batch_invariant(out, batch_invariant)
     return out, None
 
 
@@ -70,42 +71,20 @@ def decode(
     out: Any,
     enable_batch_invariant: bool,
 ) -> tuple[Any, Any]:
-    """`rawmla.mla.dense_decode.decode`."""
+    """As `rawmla.mla.dense_decode.decode`."""
     q, q_rope = _parts(q)
     b, s_q, h_q, _ = q.shape
     _, page_block_size, h_kv, _ = k_cache.shape
     plan = tile_scheduler_metadata
     is_object, batch_invariant = _kind_of_plan(plan, num_splits, enable_batch_invariant)
-    rows = plan
-    if is_object:
-        config = SchedConfig(
-            b, s_q, h_q, page_block_size, h_kv, causal, enable_batch_invariant=batch_invariant
-        )
-        rows, num_splits = _arrays_of(plan, config)
-        if rows is None:
-            rows, num_splits = _ops.plan_object.default(
-                s_q, h_q, h_kv, cache_seqlens, None, None, None, None, batch_invariant
-            )
-    call = (
-        q,
-        q_rope,
-        k_cache,
-        block_table,
-        cache_seqlens,
-        rows,
-        num_splits,
-        softmax_scale,
-        causal,
-        batch_invariant,
-        is_object,
-    )
-    if out is None:
-        out, lse = _ops.decode.default(*call)
-    else:
-        lse = _ops.decode_out.default(*call, out)
+    config = SchedConfig(b, s_q, h_q, page_block_size, h_kv, causal, enable_batch_invariant=batch_invariant)
+    lengths = (cache_seqlens, None, None, None, None)
+    rows, num_splits = _arrays_of(plan, config, lengths) if is_object else (plan, num_splits)
+    call = (q, q_rope, k_cache, block_table, cache_seqlens, rows, num_splits, softmax_scale, causal)
+    results = call_with_out("decode", (*call, batch_invariant, is_object), out)
     if is_object:
         _mark(plan, config, rows, num_splits)
-    return out, lse
+    return results
 
 
 def decode_sparse(
@@ -122,64 +101,35 @@ def decode_sparse(
     out: Any,
     enable_batch_invariant: bool,
 ) -> tuple[Any, Any]:
-    """`rawmla.mla.sparse_decode.decode`."""
+    """As `rawmla.mla.sparse_decode.decode`."""
     extra_k_cache, extra_indices, extra_topk_length = extra or (None, None, None)
     q, q_rope = _parts(q)
     b, s_q, h_q, _ = q.shape
     plan = tile_scheduler_metadata
     is_object, batch_invariant = _kind_of_plan(plan, num_splits, enable_batch_invariant)
-    rows = plan
-    if is_object:
-        config = SchedConfig(
-            b,
-            s_q,
-            h_q,
-            k_cache.shape[1],
-            1,
-            False,
-            is_fp8_kvcache,
-            indices.shape[2],
-            None if extra_k_cache is None else extra_k_cache.shape[1],
-            None if extra_indices is None else extra_indices.shape[2],
-            batch_invariant,
-        )
-        rows, num_splits = _arrays_of(plan, config)
-        if rows is None:
-            rows, num_splits = _ops.plan_object.default(
-                s_q,
-                h_q,
-                1,
-                None,
-                indices,
-                topk_length,
-                extra_indices,
-                extra_topk_length,
-                batch_invariant,
-            )
-    call = (
-        q,
-        q_rope,
-        k_cache,
-        indices,
-        rows,
-        num_splits,
-        softmax_scale,
+    config = SchedConfig(
+        b,
+        s_q,
+        h_q,
+        k_cache.shape[1],
+        1,
+        False,
         is_fp8_kvcache,
-        attn_sink,
-        extra_k_cache,
-        extra_indices,
-        topk_length,
-        extra_topk_length,
+        indices.shape[2],
+        None if extra_k_cache is None else extra_k_cache.shape[1],
+        None if extra_indices is None else extra_indices.shape[2],
         batch_invariant,
-        is_object,
     )
-    if out is None:
-        out, lse = _ops.decode_sparse.default(*call)
-    else:
-        lse = _ops.decode_sparse_out.default(*call, out)
+    lengths = (None, indices, topk_length, extra_indices, extra_topk_length)
+    rows, num_splits = _arrays_of(plan, config, lengths) if is_object else (plan, num_splits)
+    call = (
+        *(q, q_rope, k_cache, indices, rows, num_splits, softmax_scale, is_fp8_kvcache, attn_sink),
+        *(extra_k_cache, extra_indices, topk_length, extra_topk_length, batch_invariant, is_object),
+    )
+    results = call_with_out("decode_sparse", call, out)
     if is_object:
         _mark(plan, config, rows, num_splits)
-    return out, lse
+    return results
 
 
 def _parts(q: Any) -> tuple[Any, Any]:
@@ -209,13 +159,21 @@ def _kind_of_plan(plan: Any, num_splits: Any, batch_invariant: bool) -> tuple[bo
     return False, batch_invariant
 
 
-def _arrays_of(plan: FlashMLASchedMeta, config: SchedConfig) -> tuple[Any, Any]:
-    """The arrays of an object, which must be one for this configuration; None if it is empty."""
+def _arrays_of(
+    plan: FlashMLASchedMeta, config: SchedConfig, lengths: tuple[Any, ...]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The arrays of an object, which must be one for this configuration, or new ones if it is empty.
+
+    ``lengths`` are the arrays that a plan is computed from.
+    """
     if plan.have_initialized:
         plans.check_config(plan.config, plans.fields_of(config))
-    if plan.tile_scheduler_metadata is None and plan.num_splits is not None:
+    if plan.tile_scheduler_metadata is not None:
+        return plan.tile_scheduler_metadata, plan.num_splits
+    if plan.num_splits is not None:
         plans.refuse_one_array()
-    return plan.tile_scheduler_metadata, plan.num_splits
+    sizes = (config.s_q, config.h_q, config.h_k)
+    return _ops.plan_object.default(*sizes, *lengths, config.enable_batch_invariant)
 
 
 def _mark(plan: FlashMLASchedMeta, config: SchedConfig, rows: Any, num_splits: Any) -> None:
@@ -227,7 +185,7 @@ def _mark(plan: FlashMLASchedMeta, config: SchedConfig, rows: Any, num_splits: A
     plan.have_initialized = True
 
 
-def sparse_fwd(
+def prefill(
     q: Any,
     kv: Any,
     indices: Any,
@@ -239,66 +197,42 @@ def sparse_fwd(
     is_fp8_kvcache: Any,
     enable_batch_invariant: Any,
 ) -> tuple[Any, Any, Any]:
-    """`rawmla.flash_mla_sparse_fwd`."""
-    q, q_rope = _parts(q)
-    call = (
-        q,
-        q_rope,
-        kv,
-        indices,
-        sm_scale,
-        attn_sink,
-        topk_length,
-        log_base,
-        is_fp8_kvcache,
-        enable_batch_invariant,
-    )
-    if out is None:
-        return _ops.sparse_fwd.default(*call)
-    max_logits, lse = _ops.sparse_fwd_out.default(*call, out)
-    return out, max_logits, lse
+    """As `rawmla.mla.sparse_prefill.prefill`."""
+    arrays = (*_parts(q), kv, indices, sm_scale, attn_sink, topk_length)
+    options = (log_base, is_fp8_kvcache, enable_batch_invariant)
+    return call_with_out("sparse_fwd", (*arrays, *options), out)
 
 
-def quantize_k_cache(k_cache: Any, layout: Any, out: Any) -> Any:
-    """`rawmla.quantize_k_cache`."""
-    if out is None:
-        return _ops.quantize.default(k_cache, layout)
-    _ops.quantize_out.default(k_cache, layout, out)
-    return out
+def quantize(k_cache: Any, layout: Any, out: Any) -> Any:
+    """As `rawmla.mla.cache.quantize`."""
+    return call_with_out("quantize", (k_cache, layout), out)
 
 
-def dequantize_k_cache(cache: Any, layout: Any) -> Any:
-    """`rawmla.dequantize_k_cache`."""
+def dequantize(cache: Any, layout: Any) -> Any:
+    """As `rawmla.mla.cache.dequantize`."""
     return _ops.dequantize.default(cache, layout)
 
 
-def write_kv_cache(kv_c: Any, k_pe: Any, kv_cache: Any, slot_mapping: Any) -> None:
-    """`rawmla.write_kv_cache`."""
+def write(kv_c: Any, k_pe: Any, kv_cache: Any, slot_mapping: Any) -> None:
+    """As `rawmla.mla.cache.write`."""
     _ops.write_kv.default(kv_c, k_pe, kv_cache, slot_mapping)
 
 
-def gather_kv_cache(
+def gather(
     kv_cache: Any, block_table: Any, cache_seqlens: Any, out: Any, workspace_starts: Any, seq_starts: Any
 ) -> None:
-    """`rawmla.gather_kv_cache`."""
+    """As `rawmla.mla.cache.gather`."""
     _ops.gather_kv.default(kv_cache, block_table, cache_seqlens, out, workspace_starts, seq_starts)
 
 
-def convert_indices(
+def convert(
     indices: Any, block_table: Any, page_block_size: Any, request_ids: Any, compact: bool, out: Any
 ) -> Any:
-    """`rawmla.convert_indices`."""
-    call = (indices, block_table, page_block_size, request_ids)
-    if out is None:
-        return _ops.convert_indices_compact.default(*call) if compact else _ops.convert_indices.default(*call)
-    if not compact:
-        _ops.convert_indices_out.default(*call, out)
-        return out
-    return out, _ops.convert_indices_compact_out.default(*call, out)
+    """As `rawmla.mla.indices.convert`."""
+    name = "convert_indices_compact" if compact else "convert_indices"
+    return call_with_out(name, (indices, block_table, page_block_size, request_ids), out)
 
 
-def merge_attn_states(outs: Any, lses: Any, out: Any) -> tuple[Any, Any]:
-    """`rawmla.merge_attn_states`."""
-    if out is None:
-        return _ops.merge.default(outs, lses)
-    return out, _ops.merge_out.default(outs, lses, out)
+def merge(outs: Any, lses: Any, out: Any) -> tuple[Any, Any]:
+    """As `rawmla.mla.merge.merge`."""
+    return call_with_out("merge", (outs, lses), out)
