@@ -47,29 +47,33 @@ _PREFIX = (
 )
 
 
-def _records(given: dict[str, Any]) -> tuple[DenseArrays, DenseOptions]:
-    """Make the records of a call from the arguments of an operator."""
-    get = given.get
-    arrays = DenseArrays._make([get(name) for name in DenseArrays._fields])
-    options = options_of(
-        0.0, get("softmax_scale"), get("causal"), get("deterministic"), get("is_varlen", False),
-        (get("window_left"), get("window_right")), get("softcap"), 0,
-        (get("max_seqlen_q"), get("max_seqlen_k")) if "max_seqlen_q" in given else None,
-    )  # fmt: skip
-    return arrays, options
+_Records = tuple[DenseArrays, DenseOptions]
 
 
-def _attend(**given: Any) -> Any:
-    return forward.attend(*_records(given))
+def _varlen_records(args: tuple[Any, ...], out: Any) -> _Records:
+    """Make the records of a call from the arguments of an operator with cu_seqlens."""
+    q, k, v, starts_q, starts_k, longest_q, longest_k, scale, causal, is_varlen, *others = args
+    left, right, softcap, sink, slopes, used_q, used_k, deterministic = others
+    arrays = DenseArrays(q, k, v, starts_q, starts_k, used_q, used_k, sink, slopes, out)
+    window, longest = (left, right), (longest_q, longest_k)
+    return arrays, options_of(0.0, scale, causal, deterministic, is_varlen, window, softcap, 0, longest)
 
 
-def _backpropagate(output_mask: Sequence[bool], out: Any, **given: Any) -> Result:
-    """Compute dq, dk, dv and dsink with kernels."""
-    arrays, options = _records(given)
-    get, needs = given.get, Needs(*output_mask)
-    gradients = Gradients(get("dout"), out, get("lse"), get("dlse"), get("dq"), get("dk"), get("dv"))
-    made = backward.backpropagate(arrays, gradients, options, needs)
-    return _without_none(given["dout"], made, needs)
+def _fixed_records(args: tuple[Any, ...], out: Any) -> _Records:
+    """Make the same for an operator without cu_seqlens."""
+    q, k, v, scale, causal, left, right, softcap, sink, slopes, deterministic = args
+    arrays = DenseArrays(q, k, v, None, None, None, None, sink, slopes, out)
+    return arrays, options_of(0.0, scale, causal, deterministic, False, (left, right), softcap, 0, None)
+
+
+def _backpropagate(
+    records: Callable[..., _Records], args: tuple[Any, ...], needs: Needs, given: tuple[Any, ...]
+) -> Result:
+    """Compute dq, dk, dv and dsink with kernels; ``given`` are arrays for the first three."""
+    dout, q, k, v, out, lse, dlse, *others = args
+    arrays, options = records((q, k, v, *others), None)
+    made = backward.backpropagate(arrays, Gradients(dout, out, lse, dlse, *given), options, needs)
+    return _without_none(dout, made, needs)
 
 
 def _reference_of(name: str) -> Callable[..., Any]:
@@ -93,16 +97,22 @@ def _without_none(dout: Any, made: tuple[Any, ...], needs: Needs) -> Result:
     return tuple([one if is_wanted and one is not None else _nothing(dout) for one, is_wanted in wanted])
 
 
-def _prefix_arguments(given: dict[str, Any]) -> dict[str, Any]:
+_PREFIX_NAMES = [argument.split()[-1] for argument in _PREFIX.split(", ")]
+
+
+def _prefix_arguments(**given: Any) -> dict[str, Any]:
     """Make arguments of `context_attention_fwd` from those of the operator, where a scale has two."""
-    numbers = {name: given.pop(f"{name}_number") for name in ("k_scale", "v_scale", "fp8_out_scale")}
-    return {name: numbers.get(name) if value is None else value for name, value in given.items()}
+    for name in ("k_scale", "v_scale", "fp8_out_scale"):
+        number = given.pop(f"{name}_number")
+        if given[name] is None:
+            given[name] = number
+    return given
 
 
-def _prefill(**given: Any) -> Any:
-    values = _prefix_arguments(given)
-    arrays = PrefixArrays._make([values[name] for name in PrefixArrays._fields])
-    options = PrefixOptions._make([values[name] for name in PrefixOptions._fields])
+def _prefill(*args: Any) -> Any:
+    given = _prefix_arguments(**dict(zip(_PREFIX_NAMES, args, strict=True)))
+    arrays = PrefixArrays._make([given[name] for name in PrefixArrays._fields])
+    options = PrefixOptions._make([given[name] for name in PrefixOptions._fields])
     return prefix.prefill(arrays, options)
 
 
@@ -164,7 +174,12 @@ def _graph_of(name: str) -> Callable[..., Any]:
     return graph
 
 
-def _register(name: str, schema: str, empty_lse: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def _register(
+    name: str,
+    schema: str,
+    records: Callable[..., _Records],
+    empty_lse: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
     """Register a form of dense attention and its backward, and both once more for results that are given.
 
     ``schema`` has the arguments that these operators share, but for q, k and v.
@@ -173,7 +188,7 @@ def _register(name: str, schema: str, empty_lse: Callable[[torch.Tensor], torch.
         name,
         f"{_ARRAYS}, {schema}",
         2,
-        _attend,
+        lambda *args, out: forward.attend(*records(args, out)),
         _reference_of(f"{name}_func"),
         lambda q, v, **others: (_empty_out(q, v), empty_lse(q)),
         (("q", "k", "v", "attn_sink"), _graph_of(name)),
@@ -181,7 +196,7 @@ def _register(name: str, schema: str, empty_lse: Callable[[torch.Tensor], torch.
     refer = partial(_backpropagate_in_reference, f"{name}_backward")
     register(
         f"{name}_backward({_BACKWARD}, {schema}, bool[4] output_mask) -> (Tensor, Tensor, Tensor, Tensor)",
-        _backpropagate,
+        lambda *args: _backpropagate(records, args[:-1], Needs(*args[-1]), (None, None, None)),
         refer,
         lambda q, k, v, attn_sink, output_mask, **others: (
             *[
@@ -193,17 +208,17 @@ def _register(name: str, schema: str, empty_lse: Callable[[torch.Tensor], torch.
     )
     register(
         f"{name}_backward_out({_BACKWARD}, {schema}, {_GRADIENTS}) -> Tensor",
-        lambda **given: _backpropagate(ALL, **given)[-1],
+        lambda *args: _backpropagate(records, args[:-3], ALL, args[-3:])[-1],
         lambda **given: refer(ALL, **given)[-1],
         lambda q, attn_sink, **others: _empty_dsink(q, attn_sink),
     )
 
 
-_register("flash_attn_varlen", _VARLEN, _empty_varlen_lse)
-_register("flash_attn", _FIXED, empty_lse)
+_register("flash_attn_varlen", _VARLEN, _varlen_records, _empty_varlen_lse)
+_register("flash_attn", _FIXED, _fixed_records, empty_lse)
 register(
     f"context_attention_out({_PREFIX}) -> ()",
     _prefill,
-    lambda **given: reference.context_attention_fwd(**_prefix_arguments(given)),
+    lambda **given: reference.context_attention_fwd(**_prefix_arguments(**given)),
     None,
 )

@@ -79,12 +79,23 @@ def _empty_plan_of_object(
     return _empty_plan(given, parts)
 
 
-def _plan(enable_batch_invariant: bool, out: Any = None, **given: Any) -> Any:
-    return metadata.compute(**given, batch_invariant=enable_batch_invariant, out=out)
+def _plan_in_place(*args: Any) -> Any:
+    *given, rows, num_splits, object_layout = args
+    plan, splits = _as_plan(plans.FlashMLASchedMeta, rows, num_splits, object_layout)
+    given.append(plan if object_layout else (plan, splits))
+    return metadata.compute(*given)
 
 
-def _plan_in_reference(topk: int | None, out: Any = None, **given: Any) -> Any:
-    return reference.get_mla_metadata(is_fp8_kvcache=topk is not None, topk=topk, out=out, **given)
+def _plan_in_reference(topk: int | None, **given: Any) -> Any:
+    return reference.get_mla_metadata(is_fp8_kvcache=topk is not None, topk=topk, **given)
+
+
+def _plan_in_place_in_reference(
+    tile_scheduler_metadata: Any, num_splits: Any, object_layout: bool, **given: Any
+) -> Any:
+    made = reference.FlashMLASchedMeta
+    plan, splits = _as_plan(made, tile_scheduler_metadata, num_splits, object_layout)
+    return _plan_in_reference(out=plan if object_layout else (plan, splits), **given)
 
 
 def _plan_object_in_reference(
@@ -120,27 +131,20 @@ def _as_plan(
     return plan_class(tile_scheduler_metadata=tile_scheduler_metadata, num_splits=num_splits), None
 
 
-def _into_plan(compute: Callable[..., Any], plan_class: Callable[..., Any]) -> Callable[..., Any]:
-    """The same computation, into the arrays of a plan."""
-
-    def compute_in_place(
-        tile_scheduler_metadata: Any, num_splits: Any, object_layout: bool, **given: Any
-    ) -> Any:
-        plan, splits = _as_plan(plan_class, tile_scheduler_metadata, num_splits, object_layout)
-        return compute(out=plan if object_layout else (plan, splits), **given)
-
-    return compute_in_place
-
-
 _SIZES = (
     "Tensor cache_seqlens, int num_q_tokens_per_head_k, int num_heads_k, int? num_heads_q, int? topk, "
     "bool enable_batch_invariant"
 )
-register(f"plan({_SIZES}) -> (Tensor, Tensor)", _plan, _plan_in_reference, _empty_new_plan)
+register(
+    f"plan({_SIZES}) -> (Tensor, Tensor)",
+    partial(metadata.compute, out=None),
+    _plan_in_reference,
+    _empty_new_plan,
+)
 register(
     f"plan_({_SIZES}, Tensor(a!) tile_scheduler_metadata, Tensor(b!) num_splits, bool object_layout) -> ()",
-    _into_plan(_plan, plans.FlashMLASchedMeta),
-    _into_plan(_plan_in_reference, reference.FlashMLASchedMeta),
+    _plan_in_place,
+    _plan_in_place_in_reference,
     None,
 )
 register(
@@ -161,32 +165,47 @@ def _joined(q: Any, q_rope: Any) -> Any:
     return q if q_rope is None else (q, q_rope)
 
 
-def _with_plan(
-    decode: Callable[..., Any], plan_class: Callable[..., Any], **options: Any
-) -> Callable[..., Any]:
-    """A decode call that takes the two parts of q, and a plan as arrays with the order of their rows."""
-
-    def decode_with_plan(
-        q: Any, q_rope: Any, tile_scheduler_metadata: Any, num_splits: Any, object_layout: bool, **given: Any
-    ) -> Any:
-        plan, splits = _as_plan(plan_class, tile_scheduler_metadata, num_splits, object_layout)
-        return decode(
-            q=_joined(q, q_rope), tile_scheduler_metadata=plan, num_splits=splits, **given, **options
-        )
-
-    return decode_with_plan
+def _decode(*args: Any, out: Any) -> Any:
+    q, q_rope, k_cache, block_table, cache_seqlens, rows, num_splits, *options = args
+    softmax_scale, causal, batch_invariant, object_layout = options
+    arrays = (_joined(q, q_rope), k_cache, block_table, cache_seqlens)
+    plan = _as_plan(plans.FlashMLASchedMeta, rows, num_splits, object_layout)
+    return dense_decode.decode(*arrays, *plan, softmax_scale, causal, out, batch_invariant)
 
 
-def _decode_sparse(
-    extra_k_cache: Any, extra_indices_in_kvcache: Any, extra_topk_length: Any, **given: Any
+def _decode_sparse(*args: Any, out: Any) -> Any:
+    q, q_rope, k_cache, indices, rows, num_splits, softmax_scale, is_fp8_kvcache, *others = args
+    attn_sink, extra_cache, extra_indices, topk_length, extra_length, batch_invariant, object_layout = others
+    q, plan = _joined(q, q_rope), _as_plan(plans.FlashMLASchedMeta, rows, num_splits, object_layout)
+    extra = None
+    if not (extra_cache is extra_indices is extra_length is None):
+        extra = (extra_cache, extra_indices, extra_length)
+    options = (softmax_scale, is_fp8_kvcache, indices, attn_sink, topk_length, extra, out, batch_invariant)
+    return sparse_decode.decode(q, k_cache, *plan, *options)
+
+
+def _decode_in_reference(
+    q: Any, q_rope: Any, tile_scheduler_metadata: Any, num_splits: Any, object_layout: bool, **given: Any
 ) -> Any:
-    extra = extra_k_cache, extra_indices_in_kvcache, extra_topk_length
-    return sparse_decode.decode(extra=None if all(x is None for x in extra) else extra, **given)
+    made = reference.FlashMLASchedMeta
+    plan, splits = _as_plan(made, tile_scheduler_metadata, num_splits, object_layout)
+    return reference.flash_mla_with_kvcache(
+        q=_joined(q, q_rope),
+        head_dim_v=D_V,
+        tile_scheduler_metadata=plan,
+        num_splits=splits,
+        **{"block_table": None, "cache_seqlens": None, **given},
+    )
 
 
-def _with_parts(prefill: Callable[..., Any]) -> Callable[..., Any]:
-    """A prefill call that takes the two parts of q."""
-    return lambda q, q_rope, **given: prefill(q=_joined(q, q_rope), **given)
+def _prefill(*args: Any, out: Any) -> Any:
+    q, q_rope, kv, indices, sm_scale, attn_sink, topk_length, *options = args
+    arrays = (_joined(q, q_rope), kv, indices, sm_scale, attn_sink, topk_length, out)
+    return sparse_prefill.prefill(*arrays, *options)
+
+
+def _prefill_in_reference(q: Any, q_rope: Any, **given: Any) -> Any:
+    return reference.flash_mla_sparse_fwd(_joined(q, q_rope), **given)
 
 
 def _empty_out(q: torch.Tensor) -> torch.Tensor:
@@ -203,8 +222,8 @@ register_with_out(
     "Tensor tile_scheduler_metadata, Tensor num_splits, float? softmax_scale, bool causal, "
     "bool enable_batch_invariant, bool object_layout",
     2,
-    _with_plan(dense_decode.decode, plans.FlashMLASchedMeta),
-    _with_plan(reference.flash_mla_with_kvcache, reference.FlashMLASchedMeta, head_dim_v=D_V),
+    _decode,
+    _decode_in_reference,
     lambda q, **others: (_empty_out(q), empty_lse(q)),
 )
 register_with_out(
@@ -214,14 +233,8 @@ register_with_out(
     "Tensor? extra_indices_in_kvcache, Tensor? topk_length, Tensor? extra_topk_length, "
     "bool enable_batch_invariant, bool object_layout",
     2,
-    _with_plan(_decode_sparse, plans.FlashMLASchedMeta),
-    _with_plan(
-        reference.flash_mla_with_kvcache,
-        reference.FlashMLASchedMeta,
-        block_table=None,
-        cache_seqlens=None,
-        head_dim_v=D_V,
-    ),
+    _decode_sparse,
+    _decode_in_reference,
     lambda q, **others: (_empty_out(q), empty_lse(q)),
 )
 register_with_out(
@@ -229,8 +242,8 @@ register_with_out(
     "Tensor q, Tensor? q_rope, Tensor kv, Tensor indices, float sm_scale, Tensor? attn_sink, "
     "Tensor? topk_length, str log_base, bool is_fp8_kvcache, bool enable_batch_invariant",
     3,
-    _with_parts(sparse_prefill.prefill),
-    _with_parts(reference.flash_mla_sparse_fwd),
+    _prefill,
+    _prefill_in_reference,
     lambda q, **others: (_empty_out(q), _empty_statistics(q), _empty_statistics(q)),
 )
 

@@ -49,7 +49,10 @@ def register(
     empty: Callable[..., Any] | None,
     graph: tuple[tuple[str, ...], Callable[..., Any]] | None = None,
 ) -> None:
-    """Register the operator `rawmla::<schema>`. All callables take its arguments as keywords.
+    """Register the operator `rawmla::<schema>`.
+
+    ``run`` takes its arguments by position, since it is on the path of every call. The other callables take
+    them as keywords.
 
     Parameters
     ----------
@@ -76,7 +79,7 @@ def register(
         return dict(zip(names, args, strict=True))
 
     def cuda(*args: Any) -> Any:
-        made = run(**named(args))
+        made = run(*args)
         return None if empty is None else made
 
     def cpu(*args: Any) -> Any:
@@ -113,8 +116,8 @@ def register_with_out(
 ) -> None:
     """Register an operator that makes its results, and `<name>_out`, which writes the first into ``out``.
 
-    ``run`` and ``refer`` take ``out`` too, and return all results whether it is None or not. `<name>_out`
-    returns the results but ``out``. The other parameters are of `register`.
+    ``run`` and ``refer`` take the keyword ``out`` too, and return all results whether it is None or not.
+    `<name>_out` returns the results but ``out``. The other parameters are of `register`.
     """
     register(
         f"{name}({arguments}) -> {_results(num_results)}",
@@ -125,7 +128,7 @@ def register_with_out(
     )
     register(
         f"{name}_out({arguments}, Tensor(a!) out) -> {_results(num_results - 1)}",
-        lambda **given: _without_first(run(**given)),
+        lambda *args: _without_first(run(*args[:-1], out=args[-1])),
         lambda **given: _without_first(refer(**given)),
         (lambda out, **given: _without_first(empty(**given))) if num_results > 1 else None,
     )
@@ -217,11 +220,11 @@ def _check(run: Callable[..., Any], given: dict[str, Any], address: Callable[[An
                 f"{name}: expected a tensor on device {tensor.device}, that of {first}, got {other.device}"
             )
     try:
-        stand_ins = {name: _stand_in(value, address) for name, value in given.items()}
+        stand_ins = [_stand_in(value, address) for value in given.values()]
     except NoExample:
         return  # left to the kernel
     try:
-        run(**stand_ins)
+        run(*stand_ins)
     except jit.DeviceNeeded:
         pass
 
