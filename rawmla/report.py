@@ -7,11 +7,11 @@ import platform
 import runpy
 import sys
 from collections.abc import Callable
-from importlib import metadata, util
+from importlib import util
 from pathlib import Path
 
 from rawmla import __version__
-from rawmla.environment import conflicts
+from rawmla.environment import conflicts, version_of
 from rawmla.errors import (
     INSTALL_HINT,
     MissingDependencyError,
@@ -80,13 +80,9 @@ def _system() -> Rows:
 
 
 def _packages() -> Rows:
-    rows = []
-    for name in _PACKAGES:
-        try:
-            rows.append((name, metadata.version(name)))
-        except metadata.PackageNotFoundError:
-            continue
-    return rows + [("conflict", text) for text in conflicts()]
+    versions = [(name, version_of(name)) for name in _PACKAGES]
+    found = [(name, version) for name, version in versions if version is not None]
+    return found + [("conflict", text) for text in conflicts()]
 
 
 def _gpu() -> Rows:

@@ -18,8 +18,8 @@ WITH_PUBLIC_SIGNATURES = ("api", "compat", "reference")
 
 LAYERS = {
     "cli": "engines compat report kernels jit errors",
-    "engines": "compat report kernels jit",
-    "compat": "api mla call",
+    "engines": "compat report kernels jit environment",
+    "compat": "api mla call environment",
     "preload": "api flex mha mla stand_ins kernels jit call",
     "report": "jit environment errors",
     "api": "torch_ops flex mha mla kernels call",

@@ -14,10 +14,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-__all__ = ["SITE", "install_flash_mla", "is_our_file", "status", "uninstall_flash_mla"]
+__all__ = ["EXCLUSIVE", "SITE", "install_flash_mla", "is_our_file", "status", "uninstall_flash_mla"]
 
 SITE = Path(__file__).parent / "site"
 """A folder for PYTHONPATH: it holds a package `flash_mla` that re-exports `rawmla.compat.flash_mla`."""
+
+EXCLUSIVE = ("rawmla-flash-mla", "sgl-flash-mla")
+"""Distributions that own the files of one folder `flash_mla`; pip does not notice."""
 
 _displaced: dict[str, ModuleType] | None = None  # what was in sys.modules before an installation
 _op_patches: dict[str, Any] = {}  # namespace -> handle of rawmla.compat.ops.patch

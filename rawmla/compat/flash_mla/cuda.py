@@ -8,12 +8,12 @@ sgl-flash-mla 1.0.0's. What a function does is documented where its Python funct
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
 from ...api import decode, plan, sparse_prefill
 from ...mla.plan import FlashMLASchedMeta
 from ..usage import Usage
-from .refusals import check_kv_format, refuse_dense_prefill, refuse_mega_attention, refuse_other_records
+from .refusals import MEGA_ATTENTION, check_kv_format, refuse_other_records, refused
 
 __all__ = [
     "dense_decode_fwd",
@@ -136,34 +136,12 @@ def get_mla_decoding_metadata(
     return [made.tile_scheduler_metadata, made.num_splits]
 
 
-def dense_prefill_fwd(*args: Any, **kwargs: Any) -> NoReturn:
-    """NotImplementedError."""
-    refuse_dense_prefill("dense_prefill_fwd", "call flash_mla.flash_attn_varlen_func")
-
-
-def dense_prefill_bwd(*args: Any, **kwargs: Any) -> NoReturn:
-    """NotImplementedError."""
-    refuse_dense_prefill(
-        "dense_prefill_bwd",
-        "call rawmla.flash_attn_varlen_backward, or backward() through flash_mla.flash_attn_varlen_func",
-    )
-
-
-def fused_norm_rope_attn_rope_cast_fwd(*args: Any, **kwargs: Any) -> NoReturn:
-    """NotImplementedError."""
-    refuse_mega_attention("fused_norm_rope_attn_rope_cast_fwd")
-
-
-def fused_norm_rope_attn_rope_cast_decode(*args: Any, **kwargs: Any) -> NoReturn:
-    """NotImplementedError."""
-    refuse_mega_attention("fused_norm_rope_attn_rope_cast_decode")
-
-
-def permute_q_b_proj(*args: Any, **kwargs: Any) -> NoReturn:
-    """NotImplementedError."""
-    refuse_mega_attention("permute_q_b_proj")
-
-
-def permute_wv_proj(*args: Any, **kwargs: Any) -> NoReturn:
-    """NotImplementedError."""
-    refuse_mega_attention("permute_wv_proj")
+dense_prefill_fwd = refused("dense_prefill_fwd", "call flash_mla.flash_attn_varlen_func")
+dense_prefill_bwd = refused(
+    "dense_prefill_bwd",
+    "call rawmla.flash_attn_varlen_backward, or backward() through flash_mla.flash_attn_varlen_func",
+)
+fused_norm_rope_attn_rope_cast_fwd = refused("fused_norm_rope_attn_rope_cast_fwd", MEGA_ATTENTION)
+fused_norm_rope_attn_rope_cast_decode = refused("fused_norm_rope_attn_rope_cast_decode", MEGA_ATTENTION)
+permute_q_b_proj = refused("permute_q_b_proj", MEGA_ATTENTION)
+permute_wv_proj = refused("permute_wv_proj", MEGA_ATTENTION)
