@@ -169,12 +169,12 @@ def warmup_call(function: Callable[..., Any], *args: Any, backward: bool = False
     torch = sys.modules.get("torch") if function in _WITH_BACKWARD else None
     with torch.no_grad() if torch is not None else nullcontext():  # no graph is made of stand-ins
         results = function(*stand_ins, **named)
-        if backward and function is flex.flex_attention:
-            _call_flex_backward(inspect.signature(function).bind(*stand_ins, **named).arguments, results)
-        elif backward:
-            _call_backward(
-                function, inspect.signature(function).bind(*stand_ins, **named).arguments, *results
-            )
+        if not backward:
+            return
+        given = inspect.signature(function).bind(*stand_ins, **named)
+        given.apply_defaults()
+        call = _call_flex_backward if function is flex.flex_attention else _call_dense_backward
+        call(given.arguments, results)
 
 
 _WITH_BACKWARD = (
@@ -195,9 +195,11 @@ _SECOND_NAMES = {
 }
 
 
-def _call_backward(function: Callable[..., Any], given: dict[str, Any], out: Any, lse: Any) -> None:
-    """The call for the gradients of a call with these arguments and results."""
-    given = {_SECOND_NAMES.get(name, name): value for name, value in given.items() if value is not None}
+def _call_dense_backward(given: dict[str, Any], results: tuple[Any, Any]) -> None:
+    """The call for the gradients of a call of dense attention with these arguments and results."""
+    for second, first in _SECOND_NAMES.items():
+        if given.get(second) is not None:
+            given[first] = given[second]
     get, packing = given.get, None
     q, k, v = wholes = [get("q"), get("k"), get("v")]
     if "qkv" in given:
@@ -216,10 +218,10 @@ def _call_backward(function: Callable[..., Any], given: dict[str, Any], out: Any
     arrays = arrays._replace(q=q, k=k, v=v)
     lengths = get("max_seqlen_q", longest), get("max_seqlen_k", longest)
     options = options_of(
-        0.0, get("softmax_scale"), get("causal", False), get("deterministic", False), get("is_varlen", True),
-        get("window_size", (-1, -1)), get("softcap", 0.0), 0,
-        None if function is dense.flash_attn_func else lengths,
+        0.0, get("softmax_scale"), get("causal"), get("deterministic"), get("is_varlen", True),
+        get("window_size"), get("softcap"), 0, lengths if "is_varlen" in given else None,
     )  # fmt: skip
+    out, lse = results
     needs = _needs([*wholes, arrays.attn_sink])
     gradients = Gradients(out, out, lse, None, None, None, None)
     mha_backward.backpropagate(arrays, gradients, options, needs)
@@ -255,8 +257,9 @@ def _call_flex_backward(given: dict[str, Any], results: Any) -> None:
 
 
 def _needs(arguments: list[Any]) -> Needs:
-    """The gradients of those arguments that hold a tensor which requires grad, or all if none does. Behind q,
-    k and v there are others.
+    """The gradients of the arguments that hold a tensor which requires grad, or all if none does.
+
+    The first three are q, k and v.
     """
     q, k, v, *others = [getattr(getattr(x, "array", None), "requires_grad", False) for x in arguments]
     needs = Needs(q, k, v, any(others))
