@@ -1,7 +1,7 @@
 """rawmla: attention for NVIDIA Hopper, multi-head latent (MLA), dense and flex, compiled by NVRTC.
 
 The names below are loaded on first use (PEP 562), so `import rawmla` is fast and needs no GPU, driver, CUDA
-toolkit, torch or CuPy. What a function needs and does not find is named, with the remedy, when it is called.
+toolkit, torch or CuPy. A call names what is missing, with the remedy.
 """
 
 from importlib import import_module

@@ -35,7 +35,7 @@ def version_of(distribution: str) -> str | None:
 
 
 def conflicts(path: list[str] | None = None) -> list[str]:
-    """What is installed twice, a text with the remedy for each; empty if all is well.
+    """Packages that are installed twice, a text with the remedy for each; empty if all is well.
 
     Parameters
     ----------

@@ -287,7 +287,7 @@ _MASK = (*LISTS, *Q_LISTS, *MASK_PARTS)
 
 
 def _stand_in(value: Any) -> Any:
-    """The argument of a call that launches nothing, for that of a call."""
+    """Stand for the argument of a call in one that launches nothing."""
     if isinstance(value, list):
         return [_stand_in(one) for one in value]
     if isinstance(value, tuple):
@@ -308,7 +308,7 @@ def _stand_in(value: Any) -> Any:
 
 
 def _columns_of(mask: Any) -> dict[str, Any]:
-    """What stands for the lists by columns that a backward makes."""
+    """Stand-ins for the lists by columns that a backward makes."""
     *_, device, framework, _ = READERS[type(mask.kv_indices)](mask.kv_indices, "block_mask.kv_indices")
     *leading, rows, _ = mask.kv_indices.shape
     counts = (*leading, -(-mask.seq_lengths[1] // mask.BLOCK_SIZE[1]))

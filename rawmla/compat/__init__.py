@@ -115,7 +115,7 @@ def uninstall_flash_mla() -> None:
 
 
 def status() -> dict[str, Any]:
-    """What of this module is in use in this process.
+    """Return which parts of this module are in use in this process.
 
     Returns
     -------

@@ -101,7 +101,7 @@ _PREFIX_NAMES = [argument.split()[-1] for argument in _PREFIX.split(", ")]
 
 
 def _prefix_arguments(**given: Any) -> dict[str, Any]:
-    """Make arguments of `context_attention_fwd` from those of the operator, where a scale has two."""
+    """Make arguments of `context_attention_fwd` from the operator's, where a scale has two."""
     for name in ("k_scale", "v_scale", "fp8_out_scale"):
         number = given.pop(f"{name}_number")
         if given[name] is None:

@@ -1,8 +1,8 @@
 """The operators of MLA: each with its schema, the call path that it runs, and the shapes of its results.
 
 One that writes what it is given ends in `_out` (`_` for plans), and returns what the public function
-allocates besides: nothing, or new tensors. Flags `object_layout` tell the order of a plan's rows: that of an
-object (`FlashMLASchedMeta`), or that of bare tensors.
+allocates besides: nothing, or new tensors. Flags `object_layout` give the order of a plan's rows: as in an
+object (`FlashMLASchedMeta`), or as in bare tensors.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Result = tuple[torch.Tensor, ...]
 
 
 def _sm_count(device: torch.device) -> int:
-    """Multiprocessors of a device; without it, and on the CPU, those of the reference."""
+    """Multiprocessors of a device; without it, and on the CPU, as many as the reference has."""
     if device.type == "cuda":
         try:
             return jit.device_info(

@@ -142,7 +142,7 @@ def _parts(q: Any) -> tuple[Any, Any]:
 
 
 def _is_object(plan: Any) -> bool:
-    # Tensors first: torch 2.4 cannot trace what the other question asks of one.
+    # Tensors first: torch 2.4 cannot trace the other question with one.
     return not isinstance(plan, torch.Tensor) and plans.is_plan_object(plan)
 
 

@@ -57,9 +57,9 @@ def register(
     Parameters
     ----------
     schema : str
-        As of `torch.library.Library.define`, without default values. What is written has an alias
-        annotation, as in ``Tensor(a!) out``, and no result is an alias of an argument. Arguments have the
-        names of the public function's, which errors start with.
+        As of `torch.library.Library.define`, without default values. Arguments that are written have an
+        alias annotation, as in ``Tensor(a!) out``, and no result is an alias of an argument. Arguments have
+        the names of the public function's, which errors start with.
     run, refer : callable
         Compute the results of the operator: with kernels, and with `rawmla.reference`.
     empty : callable or None

@@ -1,9 +1,9 @@
 """The functions of FlashMLA's C++ module `flash_mla.cuda`, by their names and argument orders.
 
 Plans are the two arrays of a plan object, or None twice, and are returned: the arrays given, or new ones.
-Arguments after those of FlashMLA 9241ae3 are vLLM 0.33's (`out_`, `enable_batch_invariant`) and, by keyword,
-sgl-flash-mla 1.0.0's. What a function does is documented where its Python function is, in
-`rawmla.compat.flash_mla.flash_mla_interface`.
+Arguments after FlashMLA 9241ae3's are vLLM 0.33's (`out_`, `enable_batch_invariant`) and, by keyword,
+sgl-flash-mla 1.0.0's. The Python functions in `rawmla.compat.flash_mla.flash_mla_interface` have the
+documentation.
 """
 
 from __future__ import annotations

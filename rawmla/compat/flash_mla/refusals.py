@@ -60,7 +60,7 @@ def check_kv_format(kv_format: Any, k_cache: Any) -> None:
 
 
 def refuse_fp8_q(q: Any, name: str = "q") -> None:
-    """Raise if the argument `name` asks for FP8 dense decoding: if q is FP8."""
+    """Raise for the argument `name`, which means FP8 dense decoding, if q is FP8."""
     if "float8" in str(getattr(q, "dtype", "")):
         raise NotImplementedError(
             f"{name}: expected a bfloat16 or float16 q, got one of {q.dtype}; FP8 dense decoding is not in "
@@ -80,7 +80,7 @@ MEGA_ATTENTION = (
     "normalise and rotate q, call flash_mla_with_kvcache or flash_mla_sparse_fwd, and rotate back and "
     "quantise their out"
 )
-"""What to do instead of a function that fuses norm, rotation and quantisation with attention."""
+"""The remedy for a function that fuses norm, rotation and quantisation with attention."""
 
 
 def refused(
