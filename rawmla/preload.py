@@ -13,7 +13,7 @@ from typing import Any
 import rawmla
 
 from . import jit
-from .api import cache, decode, dense, dense_backward, flex, plan, prefix, sparse_prefill
+from .api import dense, flex
 from .call.arrays import READERS, is_array
 from .call.checks import as_bool
 from .call.frameworks import Fields, Framework
@@ -177,15 +177,7 @@ def warmup_call(function: Callable[..., Any], *args: Any, backward: bool = False
         call(given.arguments, results)
 
 
-_WITH_BACKWARD = (
-    dense.flash_attn_func,
-    dense.flash_attn_varlen_func,
-    dense.flash_attn_varlen_kvpacked_func,
-    dense.flash_attn_varlen_qkvpacked_func,
-    flex.flex_attention,
-)
-
-
+_WITH_BACKWARD = (*[getattr(dense, name) for name in dense.__all__], flex.flex_attention)
 _SECOND_NAMES = {
     "cu_seqlens_qo": "cu_seqlens_q",
     "cu_seqlens_kv": "cu_seqlens_k",
@@ -268,10 +260,9 @@ def _needs(arguments: list[Any]) -> Needs:
 
 def _functions() -> list[Callable[..., Any]]:
     """The public functions that take arrays."""
-    modules: tuple[Any, ...] = (cache, decode, dense, dense_backward, flex, plan, prefix, sparse_prefill)
-    names = [(module, name) for module in modules for name in module.__all__ if hasattr(rawmla, name)]
-    functions = [getattr(module, name) for module, name in names if name != "trace_mod"]
-    return [function for function in functions if inspect.isfunction(function)]
+    public = rawmla._MODULE_OF.items()
+    names = [name for name, module in public if module.startswith("api.") and name != "trace_mod"]
+    return [getattr(rawmla, name) for name in names]
 
 
 def _read(x: StandIn, name: str) -> Fields:

@@ -47,6 +47,10 @@ _PREFIX = (
 )
 
 
+def _names_in(schema: str) -> list[str]:
+    return [argument.split()[-1] for argument in schema.split(", ")]
+
+
 _Records = tuple[DenseArrays, DenseOptions]
 
 
@@ -97,7 +101,7 @@ def _without_none(dout: Any, made: tuple[Any, ...], needs: Needs) -> Result:
     return tuple([one if is_wanted and one is not None else _nothing(dout) for one, is_wanted in wanted])
 
 
-_PREFIX_NAMES = [argument.split()[-1] for argument in _PREFIX.split(", ")]
+_PREFIX_NAMES = _names_in(_PREFIX)
 
 
 def _prefix_arguments(**given: Any) -> dict[str, Any]:
@@ -148,27 +152,29 @@ def _empty_dsink(q: torch.Tensor, attn_sink: torch.Tensor | None) -> torch.Tenso
     return _nothing(q) if attn_sink is None else attn_sink.new_empty(attn_sink.shape)
 
 
-def _graph_of(name: str) -> Callable[..., Any]:
+def _graph_of(name: str, schema: str) -> Callable[..., Any]:
     """A forward call whose results have a graph, over the operator of its backward."""
+    names = _names_in(schema)
 
-    def graph(run: Callable[[], Any], q: Any, k: Any, v: Any, attn_sink: Any, **others: Any) -> Any:
-        tensors = {n: x for n, x in others.items() if isinstance(x, torch.Tensor)}
-        numbers = {n: x for n, x in others.items() if n not in tensors}
-        names = tuple(tensors)  # without the tensors: autograd alone keeps these
+    def graph(run: Callable[[], Any], q: Any, k: Any, v: Any, *values: Any) -> Any:
+        tensors = {n: x for n, x in zip(names, values, strict=True) if isinstance(x, torch.Tensor)}
+        numbers = {n: x for n, x in zip(names, values, strict=True) if n not in tensors}
+        sink = tensors.pop("attn_sink", None)
+        saved_names = tuple(tensors)  # without the tensors: autograd alone keeps these
 
         def backpropagate(
             needs: Any, dout: Any, dlse: Any, out: Any, lse: Any, inputs: Any, saved: Any
         ) -> tuple[Any, ...]:
-            sink, q, k, v = inputs
+            sink, *arrays = inputs
             needs_sink, *needed = needs
-            dq, dk, dv, dsink = getattr(torch.ops.rawmla, f"{name}_backward").default(
-                autograd.gradient_of_out(dout, out), q, k, v, out, lse, dlse,
-                attn_sink=sink, output_mask=[*needed, needs_sink],
-                **numbers, **dict(zip(names, saved, strict=True)),
-            )  # fmt: skip
+            known = {**numbers, **dict(zip(saved_names, saved, strict=True)), "attn_sink": sink}
+            dout = autograd.gradient_of_out(dout, out)
+            op = getattr(torch.ops.rawmla, f"{name}_backward").default
+            others = [known[n] for n in names]
+            dq, dk, dv, dsink = op(dout, *arrays, out, lse, dlse, *others, [*needed, needs_sink])
             return dsink, dq, dk, dv
 
-        call = autograd.Call(WHAT, run, backpropagate, (attn_sink, q, k, v), tuple(tensors.values()))
+        call = autograd.Call(WHAT, run, backpropagate, (sink, q, k, v), tuple(tensors.values()))
         return autograd.attend(call)
 
     return graph
@@ -191,7 +197,7 @@ def _register(
         lambda *args, out: forward.attend(*records(args, out)),
         _reference_of(f"{name}_func"),
         lambda q, v, **others: (_empty_out(q, v), empty_lse(q)),
-        (("q", "k", "v", "attn_sink"), _graph_of(name)),
+        (("q", "k", "v", "attn_sink"), _graph_of(name, schema)),
     )
     refer = partial(_backpropagate_in_reference, f"{name}_backward")
     register(

@@ -37,9 +37,8 @@ def _sm_count(device: torch.device) -> int:
     """Multiprocessors of a device; without it, and on the CPU, as many as the reference has."""
     if device.type == "cuda":
         try:
-            return jit.device_info(
-                torch.cuda.current_device() if device.index is None else device.index
-            ).sm_count
+            index = torch.cuda.current_device() if device.index is None else device.index
+            return jit.device_info(index).sm_count
         except (RawMLAError, RuntimeError, ValueError):
             pass  # traced for a GPU that is not there
     return reference.SM_COUNT
@@ -63,7 +62,7 @@ def _empty_new_plan(
     num_heads_k: int,
     num_heads_q: int | None,
     topk: int | None,
-    enable_batch_invariant: bool,
+    **others: Any,
 ) -> Result:
     rows_q = int(num_q_tokens_per_head_k) * int(num_heads_k)
     h_q = rows_q if num_heads_q is None else int(num_heads_q)
@@ -109,11 +108,11 @@ def _plan_object_in_reference(
     extra_topk_length: Any,
     enable_batch_invariant: bool,
 ) -> Result:
+    device = (cache_seqlens if indices is None else indices).device
+    parts = _num_parts(device, s_q, h_q, num_heads_k, indices is not None)
     if indices is None:
-        parts = _num_parts(cache_seqlens.device, s_q, h_q, num_heads_k, False)
         plan = reference.plan(cache_seqlens, parts, enable_batch_invariant)
     else:
-        parts = _num_parts(indices.device, s_q, h_q, num_heads_k, True)
         b, _, topk = indices.shape
         extra_topk = 0 if extra_indices_in_kvcache is None else extra_indices_in_kvcache.shape[2]
         blocks = reference.sparse_blocks(b, topk, topk_length, extra_topk, extra_topk_length)

@@ -13,7 +13,7 @@ that torch keeps symbolic are checked by their example values, so that a check r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -51,8 +51,8 @@ def register(
 ) -> None:
     """Register the operator `rawmla::<schema>`.
 
-    ``run`` takes its arguments by position, since it is on the path of every call. The other callables take
-    them as keywords.
+    ``run`` and ``graph`` take its arguments by position, since they are on the path of every call, ``refer``
+    and ``empty`` as keywords.
 
     Parameters
     ----------
@@ -67,8 +67,8 @@ def register(
         compares no size that may be symbolic. None: the operator returns nothing, and what the calls return
         is dropped.
     graph : pair of tuple of str and callable, optional
-        The arguments that have gradients, and a function that takes ``forward`` before the keywords, calls
-        ``forward()`` and gives its results with a graph of autograd. None: no argument has one.
+        The arguments that have gradients, and ``graph(forward, *args)``, which calls ``forward()`` and gives
+        its results with a graph of autograd. None: no argument has one.
     """
     name = LIBRARY.define(schema, tags=_TAGS)
     qualified = f"rawmla::{name}"
@@ -167,8 +167,7 @@ def _autograd(
 
     def kernel(keyset: Any, *args: Any) -> Any:
         needs_graph = False
-        given = dict(zip(names, args, strict=True))
-        for name, tensor in _tensors(given):
+        for name, tensor in _tensors(zip(names, args, strict=True)):
             needs = tensor.requires_grad and torch.is_grad_enabled()
             if needs and name in differentiable and not torch._C._are_functorch_transforms_active():
                 needs_graph = True
@@ -179,7 +178,7 @@ def _autograd(
                     f"torch.inference_mode(). {WITH_BACKWARD}"
                 )
         if needs_graph and graph is not None:
-            return graph(lambda: op.redispatch(keyset & torch._C._after_autograd_keyset, *args), **given)
+            return graph(lambda: op.redispatch(keyset & torch._C._after_autograd_keyset, *args), *args)
         result = op.redispatch(keyset & torch._C._after_autograd_keyset, *args)
         for i in written:  # a graph that has saved one of these refuses to run backward
             if not args[i].is_inference():
@@ -213,7 +212,7 @@ class NoExample(Exception):
 
 def _check(run: Callable[..., Any], given: dict[str, Any], address: Callable[[Any], int]) -> None:
     """Check the arguments of an operator as a call does; `address` gives the address of a tensor."""
-    (first, tensor), *others = _tensors(given)
+    (first, tensor), *others = _tensors(given.items())
     for name, other in others:
         if other.device != tensor.device:
             raise ValueError(
@@ -255,13 +254,13 @@ def empty_lse(q: torch.Tensor) -> torch.Tensor:
     return q.new_empty((b, h_q, s_q), dtype=torch.float32)
 
 
-def _tensors(given: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors(given: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors among the arguments of an operator, with their names."""
-    for name, value in given.items():
+    for name, value in given:
         if isinstance(value, torch.Tensor):
             yield name, value
         elif isinstance(value, (list, tuple)):
-            yield from _tensors({f"{name}[{i}]": one for i, one in enumerate(value)})
+            yield from _tensors((f"{name}[{i}]", one) for i, one in enumerate(value))
 
 
 def _copy(values: Any, results: Any) -> None:
