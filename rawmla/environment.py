@@ -13,17 +13,10 @@ __all__ = ["conflicts", "version_of", "warn_of_conflicts"]
 
 # Distributions of CuPy share one folder: the one installed last overwrites the others.
 _CUPY = ("cupy", "cupy-cuda11x", "cupy-cuda12x", "cupy-cuda13x", "cupy-cuda14x")
-# What rawmla compiles, loads and launches with. Libraries of CUDA 12 have their major version in the name.
-_CUDA = (
-    "cupy-cuda11x",
-    "cupy-cuda12x",
-    "cupy-cuda13x",
-    "cupy-cuda14x",
-    "cuda-bindings",
-    "nvidia-cuda-nvrtc-cu11",
-    "nvidia-cuda-nvrtc-cu12",
-    "nvidia-cuda-nvrtc",
-)
+# Libraries of CUDA 12 have their major version in the name.
+_NVRTC = ("nvidia-cuda-nvrtc-cu11", "nvidia-cuda-nvrtc-cu12", "nvidia-cuda-nvrtc")
+# rawmla compiles, loads and launches with these.
+_CUDA = (*_CUPY[1:], "cuda-bindings", *_NVRTC)
 
 
 def version_of(distribution: str) -> str | None:

@@ -276,12 +276,7 @@ register(
     None,
 )
 register_with_out(
-    "quantize",
-    "Tensor k_cache, str layout",
-    1,
-    quantize,
-    reference.quantize_k_cache,
-    _empty_quantized,
+    "quantize", "Tensor k_cache, str layout", 1, quantize, reference.quantize_k_cache, _empty_quantized
 )
 register(
     "dequantize(Tensor cache, str layout) -> Tensor",

@@ -17,16 +17,8 @@ from ..mla.sparse_decode import ExtraCache
 from .registration import call_with_out
 
 __all__ = [
-    "compute_plan",
-    "convert",
-    "decode",
-    "decode_sparse",
-    "dequantize",
-    "gather",
-    "merge",
-    "prefill",
-    "quantize",
-    "write",
+    *("compute_plan", "convert", "decode", "decode_sparse", "dequantize", "gather", "merge", "prefill"),
+    *("quantize", "write"),
 ]
 
 _ops = torch.ops.rawmla

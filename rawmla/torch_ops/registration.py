@@ -24,14 +24,7 @@ from .. import jit
 from ..call.frameworks import WITH_BACKWARD
 from ..stand_ins import Described, NoFramework
 
-__all__ = [
-    "NoExample",
-    "call_with_out",
-    "empty_lse",
-    "example",
-    "register",
-    "register_with_out",
-]
+__all__ = ["NoExample", "call_with_out", "empty_lse", "example", "register", "register_with_out"]
 
 LIBRARY = torch.library.Library("rawmla", "DEF")
 

@@ -107,16 +107,9 @@ def sparse_prefill_fwd(
     return_stats: bool = True,
 ) -> list[Any]:
     """Sparse prefill; returns [out, max_logits, lse], natural logarithms unless `return_log2_stats`."""
+    log_base = "2" if return_log2_stats else "e"
     result = sparse_prefill.flash_mla_sparse_fwd(
-        q,
-        kv,
-        indices,
-        sm_scale,
-        d_v,
-        attn_sink,
-        topk_length,
-        out_,
-        log_base="2" if return_log2_stats else "e",
+        q, kv, indices, sm_scale, d_v, attn_sink, topk_length, out_, log_base=log_base
     )
     _prefill_usage.note(_FORM, q, kv)
     return list(result) if return_stats else [result[0], None, None]

@@ -20,12 +20,7 @@ from ...call.checks import as_bool
 from ...mla.plan import FlashMLASchedMeta
 from ..usage import Usage
 from . import cuda as flash_mla_cuda  # FlashMLA's name of it
-from .refusals import (
-    check_kv_format,
-    refuse_descales,
-    refuse_fp8_q,
-    refuse_other_records,
-)
+from .refusals import check_kv_format, refuse_descales, refuse_fp8_q, refuse_other_records
 
 __all__ = [
     "FlashMLASchedMeta",
