@@ -1,7 +1,7 @@
 """rawmla: attention for NVIDIA Hopper, multi-head latent (MLA), dense and flex, compiled by NVRTC.
 
 The names below are loaded on first use (PEP 562), so `import rawmla` is fast and needs no GPU, driver, CUDA
-toolkit, torch or CuPy. What a function needs and does not find is named, with the remedy, when it is called.
+toolkit, torch or CuPy. A call names what is missing, with the remedy.
 """
 
 from importlib import import_module
@@ -61,36 +61,17 @@ __all__ = ["__version__", *_MODULE_OF]  # noqa: PLE0604
 if TYPE_CHECKING:  # for type checkers, which do not follow the table
     from . import compat as compat
     from . import reference as reference
-    from .api.cache import convert_indices as convert_indices
-    from .api.cache import dequantize_k_cache as dequantize_k_cache
-    from .api.cache import gather_kv_cache as gather_kv_cache
-    from .api.cache import merge_attn_states as merge_attn_states
-    from .api.cache import quantize_k_cache as quantize_k_cache
-    from .api.cache import write_kv_cache as write_kv_cache
-    from .api.decode import flash_mla_with_kvcache as flash_mla_with_kvcache
-    from .api.dense import flash_attn_func as flash_attn_func
-    from .api.dense import flash_attn_varlen_func as flash_attn_varlen_func
-    from .api.dense import flash_attn_varlen_kvpacked_func as flash_attn_varlen_kvpacked_func
-    from .api.dense import flash_attn_varlen_qkvpacked_func as flash_attn_varlen_qkvpacked_func
-    from .api.dense_backward import flash_attn_backward as flash_attn_backward
-    from .api.dense_backward import flash_attn_varlen_backward as flash_attn_varlen_backward
-    from .api.flex import create_block_mask as create_block_mask
-    from .api.flex import flex_attention as flex_attention
-    from .api.flex import flex_attention_backward as flex_attention_backward
-    from .api.flex import trace_mod as trace_mod
-    from .api.plan import get_mla_metadata as get_mla_metadata
-    from .api.prefix import context_attention_fwd as context_attention_fwd
-    from .api.sparse_prefill import flash_mla_sparse_fwd as flash_mla_sparse_fwd
+    from .api.cache import *  # noqa: F403
+    from .api.decode import *  # noqa: F403
+    from .api.dense import *  # noqa: F403
+    from .api.dense_backward import *  # noqa: F403
+    from .api.flex import *  # noqa: F403
+    from .api.plan import *  # noqa: F403
+    from .api.prefix import *  # noqa: F403
+    from .api.sparse_prefill import *  # noqa: F403
     from .compat import install_flash_mla as install_flash_mla
     from .compat import uninstall_flash_mla as uninstall_flash_mla
-    from .errors import CompileError as CompileError
-    from .errors import KernelNotReadyError as KernelNotReadyError
-    from .errors import LaunchError as LaunchError
-    from .errors import MissingDependencyError as MissingDependencyError
-    from .errors import NoGPUError as NoGPUError
-    from .errors import NVRTCNotFoundError as NVRTCNotFoundError
-    from .errors import RawMLAError as RawMLAError
-    from .errors import UnsupportedGPUError as UnsupportedGPUError
+    from .errors import *  # noqa: F403
     from .flex.block_mask import BlockMask as BlockMask
     from .flex.block_mask import and_masks as and_masks
     from .flex.block_mask import noop_mask as noop_mask

@@ -83,9 +83,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="what flash_mla.get_mla_metadata(...) returns: a plan object (default) or two tensors",
     )
     given = list(sys.argv[1:] if argv is None else argv)
-    program = given[given.index("--") + 1 :] if "--" in given else []
-    own = given[: given.index("--")] if "--" in given else given
-    arguments, unknown = parser.parse_known_args(own)
+    end = given.index("--") if "--" in given else len(given)
+    program = given[end + 1 :]
+    arguments, unknown = parser.parse_known_args(given[:end])
     if program and arguments.command != "flash-mla":
         unknown += ["--", *program]
     if unknown:  # first: a command may be missing as well
@@ -125,13 +125,9 @@ def _doctor() -> int:
 
     found = examine()
     _print_sections(found.sections)
-    print("what to do")
-    for problem in found.problems:
-        print(f"  problem: {problem}")
-    for hint in found.hints:
-        print(f"  hint: {hint}")
-    if not found.problems and not found.hints:
-        print("  nothing")
+    problems = [f"problem: {problem}" for problem in found.problems]
+    hints = [f"hint: {hint}" for hint in found.hints]
+    print("what to do", *(problems + hints or ["nothing"]), sep="\n  ")
     return 1 if found.problems else 0
 
 
@@ -253,21 +249,9 @@ def _table(kernels: Sequence[CompiledKernel]) -> list[str]:
     rows = [("kernel", "regs", "spill B", "local B", "smem B", "compile s", "from")]
     for kernel in kernels:
         meta = kernel.meta
-        rows.append(
-            (
-                kernel.spec.label,
-                str(meta["registers"]),
-                str(meta["spill_stores"] + meta["spill_loads"]),
-                str(meta["local_bytes"]),
-                str(meta["static_shared_bytes"] + meta["dynamic_shared_bytes"]),
-                f"{meta['compile_seconds']:.2f}",
-                meta["origin"],
-            )
-        )
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return [
-        "  ".join(
-            [row[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True))]
-        )
-        for row in rows
-    ]
+        spilled = meta["spill_stores"] + meta["spill_loads"]
+        shared = meta["static_shared_bytes"] + meta["dynamic_shared_bytes"]
+        numbers = map(str, (meta["registers"], spilled, meta["local_bytes"], shared))
+        rows.append((kernel.spec.label, *numbers, f"{meta['compile_seconds']:.2f}", meta["origin"]))
+    first, *others = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join([name.ljust(first), *map(str.rjust, cells, others)]) for name, *cells in rows]

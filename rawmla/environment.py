@@ -1,4 +1,4 @@
-"""Packages of this environment that get in each other's way."""
+"""Packages of this environment: their versions, and which get in each other's way."""
 
 from __future__ import annotations
 
@@ -9,25 +9,26 @@ from importlib import metadata
 
 from .errors import install_command
 
-__all__ = ["conflicts", "warn_of_conflicts"]
+__all__ = ["conflicts", "version_of", "warn_of_conflicts"]
 
 # Distributions of CuPy share one folder: the one installed last overwrites the others.
 _CUPY = ("cupy", "cupy-cuda11x", "cupy-cuda12x", "cupy-cuda13x", "cupy-cuda14x")
-# What rawmla compiles, loads and launches with. Libraries of CUDA 12 have their major version in the name.
-_CUDA = (
-    "cupy-cuda11x",
-    "cupy-cuda12x",
-    "cupy-cuda13x",
-    "cupy-cuda14x",
-    "cuda-bindings",
-    "nvidia-cuda-nvrtc-cu11",
-    "nvidia-cuda-nvrtc-cu12",
-    "nvidia-cuda-nvrtc",
-)
+# Libraries of CUDA 12 have their major version in the name.
+_NVRTC = ("nvidia-cuda-nvrtc-cu11", "nvidia-cuda-nvrtc-cu12", "nvidia-cuda-nvrtc")
+# rawmla compiles, loads and launches with these.
+_CUDA = (*_CUPY[1:], "cuda-bindings", *_NVRTC)
+
+
+def version_of(distribution: str) -> str | None:
+    """The version of an installed distribution; None if it is not installed."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def conflicts(path: list[str] | None = None) -> list[str]:
-    """What is installed twice, a text with the remedy for each; empty if all is well.
+    """Packages that are installed twice, a text with the remedy for each; empty if all is well.
 
     Parameters
     ----------

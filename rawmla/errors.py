@@ -22,7 +22,7 @@ class RawMLAError(RuntimeError):
 
 
 def install_command(extra: str) -> str:
-    """What installs rawmla with an extra, for the texts of errors. rawmla is not on PyPI yet."""
+    """The command that installs rawmla with an extra, for the texts of errors. rawmla is not on PyPI yet."""
     return f'`pip install -e ".[{extra}]"` in a checkout of rawmla'
 
 

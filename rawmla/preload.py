@@ -13,7 +13,7 @@ from typing import Any
 import rawmla
 
 from . import jit
-from .api import cache, decode, dense, dense_backward, flex, plan, prefix, sparse_prefill
+from .api import dense, flex
 from .call.arrays import READERS, is_array
 from .call.checks import as_bool
 from .call.frameworks import Fields, Framework
@@ -169,23 +169,15 @@ def warmup_call(function: Callable[..., Any], *args: Any, backward: bool = False
     torch = sys.modules.get("torch") if function in _WITH_BACKWARD else None
     with torch.no_grad() if torch is not None else nullcontext():  # no graph is made of stand-ins
         results = function(*stand_ins, **named)
-        if backward and function is flex.flex_attention:
-            _call_flex_backward(inspect.signature(function).bind(*stand_ins, **named).arguments, results)
-        elif backward:
-            _call_backward(
-                function, inspect.signature(function).bind(*stand_ins, **named).arguments, *results
-            )
+        if not backward:
+            return
+        given = inspect.signature(function).bind(*stand_ins, **named)
+        given.apply_defaults()
+        call = _call_flex_backward if function is flex.flex_attention else _call_dense_backward
+        call(given.arguments, results)
 
 
-_WITH_BACKWARD = (
-    dense.flash_attn_func,
-    dense.flash_attn_varlen_func,
-    dense.flash_attn_varlen_kvpacked_func,
-    dense.flash_attn_varlen_qkvpacked_func,
-    flex.flex_attention,
-)
-
-
+_WITH_BACKWARD = (*[getattr(dense, name) for name in dense.__all__], flex.flex_attention)
 _SECOND_NAMES = {
     "cu_seqlens_qo": "cu_seqlens_q",
     "cu_seqlens_kv": "cu_seqlens_k",
@@ -195,9 +187,11 @@ _SECOND_NAMES = {
 }
 
 
-def _call_backward(function: Callable[..., Any], given: dict[str, Any], out: Any, lse: Any) -> None:
-    """The call for the gradients of a call with these arguments and results."""
-    given = {_SECOND_NAMES.get(name, name): value for name, value in given.items() if value is not None}
+def _call_dense_backward(given: dict[str, Any], results: tuple[Any, Any]) -> None:
+    """The call for the gradients of a call of dense attention with these arguments and results."""
+    for second, first in _SECOND_NAMES.items():
+        if given.get(second) is not None:
+            given[first] = given[second]
     get, packing = given.get, None
     q, k, v = wholes = [get("q"), get("k"), get("v")]
     if "qkv" in given:
@@ -216,10 +210,10 @@ def _call_backward(function: Callable[..., Any], given: dict[str, Any], out: Any
     arrays = arrays._replace(q=q, k=k, v=v)
     lengths = get("max_seqlen_q", longest), get("max_seqlen_k", longest)
     options = options_of(
-        0.0, get("softmax_scale"), get("causal", False), get("deterministic", False), get("is_varlen", True),
-        get("window_size", (-1, -1)), get("softcap", 0.0), 0,
-        None if function is dense.flash_attn_func else lengths,
+        0.0, get("softmax_scale"), get("causal"), get("deterministic"), get("is_varlen", True),
+        get("window_size"), get("softcap"), 0, lengths if "is_varlen" in given else None,
     )  # fmt: skip
+    out, lse = results
     needs = _needs([*wholes, arrays.attn_sink])
     gradients = Gradients(out, out, lse, None, None, None, None)
     mha_backward.backpropagate(arrays, gradients, options, needs)
@@ -255,8 +249,9 @@ def _call_flex_backward(given: dict[str, Any], results: Any) -> None:
 
 
 def _needs(arguments: list[Any]) -> Needs:
-    """The gradients of those arguments that hold a tensor which requires grad, or all if none does. Behind q,
-    k and v there are others.
+    """The gradients of the arguments that hold a tensor which requires grad, or all if none does.
+
+    The first three are q, k and v.
     """
     q, k, v, *others = [getattr(getattr(x, "array", None), "requires_grad", False) for x in arguments]
     needs = Needs(q, k, v, any(others))
@@ -265,10 +260,9 @@ def _needs(arguments: list[Any]) -> Needs:
 
 def _functions() -> list[Callable[..., Any]]:
     """The public functions that take arrays."""
-    modules: tuple[Any, ...] = (cache, decode, dense, dense_backward, flex, plan, prefix, sparse_prefill)
-    names = [(module, name) for module in modules for name in module.__all__ if hasattr(rawmla, name)]
-    functions = [getattr(module, name) for module, name in names if name != "trace_mod"]
-    return [function for function in functions if inspect.isfunction(function)]
+    public = rawmla._MODULE_OF.items()
+    names = [name for name, module in public if module.startswith("api.") and name != "trace_mod"]
+    return [getattr(rawmla, name) for name in names]
 
 
 def _read(x: StandIn, name: str) -> Fields:
@@ -284,7 +278,7 @@ _MASK = (*LISTS, *Q_LISTS, *MASK_PARTS)
 
 
 def _stand_in(value: Any) -> Any:
-    """The argument of a call that launches nothing, for that of a call."""
+    """Stand for the argument of a call in one that launches nothing."""
     if isinstance(value, list):
         return [_stand_in(one) for one in value]
     if isinstance(value, tuple):
@@ -305,7 +299,7 @@ def _stand_in(value: Any) -> Any:
 
 
 def _columns_of(mask: Any) -> dict[str, Any]:
-    """What stands for the lists by columns that a backward makes."""
+    """Stand-ins for the lists by columns that a backward makes."""
     *_, device, framework, _ = READERS[type(mask.kv_indices)](mask.kv_indices, "block_mask.kv_indices")
     *leading, rows, _ = mask.kv_indices.shape
     counts = (*leading, -(-mask.seq_lengths[1] // mask.BLOCK_SIZE[1]))

@@ -7,11 +7,11 @@ import platform
 import runpy
 import sys
 from collections.abc import Callable
-from importlib import metadata, util
+from importlib import util
 from pathlib import Path
 
 from rawmla import __version__
-from rawmla.environment import conflicts
+from rawmla.environment import conflicts, version_of
 from rawmla.errors import (
     INSTALL_HINT,
     MissingDependencyError,
@@ -46,8 +46,18 @@ def collect() -> dict[str, Rows]:
         f"rawmla {__version__}": _system(),
         "packages": _packages(),
         "GPU": _gpu(),
-        "kernels": _cache(),
-        "what works": _verdicts(),
+        "kernels": _answers(
+            ("sources", lambda: str(default_builder().source_root)),
+            ("NVRTC", lambda: f"{nvrtc.version()} ({nvrtc.library_path() or 'path unknown'})"),
+            ("cache", _cache),
+            ("prebuilt", _prebuilt),
+        ),
+        "what works": _answers(
+            ("compile kernels", lambda: f"yes, with NVRTC {nvrtc.version()}"),
+            ("run kernels", _running),
+            ("torch tensors", _torch_tensors),
+            ("CuPy arrays", _cupy_arrays),
+        ),
     }
 
 
@@ -63,12 +73,15 @@ def torch_build() -> tuple[str, str | None] | None:
     return build["__version__"], build["cuda"]
 
 
-def _guard(text: Callable[[], str]) -> str:
-    """Result of ``text``, or the reason why there is none: a report must not stop at what it reports."""
-    try:
-        return text()
-    except (RawMLAError, OSError, ValueError) as error:
-        return f"no: {error}"
+def _answers(*questions: tuple[str, Callable[[], str]]) -> Rows:
+    """Answers, or why there is none: a report must not stop at what it reports."""
+    rows = []
+    for label, answer in questions:
+        try:
+            rows.append((label, answer()))
+        except (RawMLAError, OSError, ValueError) as error:
+            rows.append((label, f"no: {error}"))
+    return rows
 
 
 def _system() -> Rows:
@@ -80,13 +93,9 @@ def _system() -> Rows:
 
 
 def _packages() -> Rows:
-    rows = []
-    for name in _PACKAGES:
-        try:
-            rows.append((name, metadata.version(name)))
-        except metadata.PackageNotFoundError:
-            continue
-    return rows + [("conflict", text) for text in conflicts()]
+    versions = [(name, version_of(name)) for name in _PACKAGES]
+    found = [(name, version) for name, version in versions if version is not None]
+    return found + [("conflict", text) for text in conflicts()]
 
 
 def _gpu() -> Rows:
@@ -109,93 +118,76 @@ def _gpu() -> Rows:
         return [("driver", f"none: {error}")]
 
 
-def _cache() -> Rows:
-    def cache() -> str:
-        store = default_builder().cache
-        refusal = store.refusal()
-        if refusal is not None:
-            return f"not used: {refusal}"
-        entries = store.entries()
-        used = sum(size for _, size, _ in entries) / 1e6
-        return f"{store.path} ({len(entries)} entries, {used:.1f} of {store.max_bytes / 1e6:.0f} MB)"
-
-    def prebuilt() -> str:
-        folder = default_builder().prebuilt
-        if folder is None:
-            return "RAWMLA_CUBIN_DIR is not set"
-        reason = untrusted_reason(folder, root_may_own=True)
-        count = len(list(folder.glob("*/kernel.cubin")))
-        return f"not used: {reason}" if reason else f"{folder} ({count} entries)"
-
-    return [
-        ("sources", _guard(lambda: str(default_builder().source_root))),
-        ("NVRTC", _guard(lambda: f"{nvrtc.version()} ({nvrtc.library_path() or 'path unknown'})")),
-        ("cache", _guard(cache)),
-        ("prebuilt", _guard(prebuilt)),
-    ]
+def _cache() -> str:
+    store = default_builder().cache
+    refusal = store.refusal()
+    if refusal is not None:
+        return f"not used: {refusal}"
+    entries = store.entries()
+    used = sum(size for _, size, _ in entries) / 1e6
+    return f"{store.path} ({len(entries)} entries, {used:.1f} of {store.max_bytes / 1e6:.0f} MB)"
 
 
-def _verdicts() -> Rows:
-    def compiling() -> str:
-        return f"yes, with NVRTC {nvrtc.version()}"
+def _prebuilt() -> str:
+    folder = default_builder().prebuilt
+    if folder is None:
+        return "RAWMLA_CUBIN_DIR is not set"
+    reason = untrusted_reason(folder, root_may_own=True)
+    count = len(list(folder.glob("*/kernel.cubin")))
+    return f"not used: {reason}" if reason else f"{folder} ({count} entries)"
 
-    def running() -> str:
-        driver = get_driver()
-        good = []
-        refused = []
-        for device in range(driver.device_count()):
-            try:
-                require_supported(device)
-                good.append(str(device))
-            except UnsupportedGPUError as error:
-                refused.append(str(error))
-        if not good:
-            return f"no: {'; '.join(refused)}"
-        _import("cupy", "loading kernels needs CuPy")
-        where = f"on device {', '.join(good)}"
+
+def _running() -> str:
+    driver = get_driver()
+    good, refused = [], []
+    for device in range(driver.device_count()):
         try:
-            toolkit, driver_major = int(nvrtc.version().split(".")[0]), driver.version()[0]
-        except RawMLAError:
-            if default_builder().prebuilt is None:
-                raise
-            return f"only those of RAWMLA_CUBIN_DIR, {where}: NVRTC is missing"
-        if toolkit > driver_major:
-            return (
-                f"no: code of NVRTC {toolkit} needs a newer driver than this one for CUDA {driver_major}; "
-                f"run {install_command(f'cu{driver_major}')} instead"
-            )
-        return f"yes, {where}"
+            require_supported(device)
+            good.append(str(device))
+        except UnsupportedGPUError as error:
+            refused.append(str(error))
+    if not good:
+        return f"no: {'; '.join(refused)}"
+    _import("cupy", "loading kernels needs CuPy")
+    where = f"on device {', '.join(good)}"
+    try:
+        toolkit, driver_major = int(nvrtc.version().split(".")[0]), driver.version()[0]
+    except RawMLAError:
+        if default_builder().prebuilt is None:
+            raise
+        return f"only those of RAWMLA_CUBIN_DIR, {where}: NVRTC is missing"
+    if toolkit > driver_major:
+        return (
+            f"no: code of NVRTC {toolkit} needs a newer driver than this one for CUDA {driver_major}; "
+            f"run {install_command(f'cu{driver_major}')} instead"
+        )
+    return f"yes, {where}"
 
-    def torch_tensors() -> str:
-        build = torch_build()
-        if build is None:
-            return f"no: torch is not installed ({install_command('torch')})"
-        version, cuda = build
-        if cuda is None:
-            return f"no: torch {version} was built without CUDA"
-        made_for = f"torch {version} for CUDA {cuda}"
-        try:
-            major, minor = get_driver().version()
-        except RawMLAError:  # said in the rows of the GPU
-            return f"yes, {made_for}"
-        if int(cuda.split(".")[0]) > major:
-            return f"no: {made_for} needs a newer driver than this one for CUDA {major}.{minor}"
+
+def _torch_tensors() -> str:
+    build = torch_build()
+    if build is None:
+        return f"no: torch is not installed ({install_command('torch')})"
+    version, cuda = build
+    if cuda is None:
+        return f"no: torch {version} was built without CUDA"
+    made_for = f"torch {version} for CUDA {cuda}"
+    try:
+        major, minor = get_driver().version()
+    except RawMLAError:  # said in the rows of the GPU
         return f"yes, {made_for}"
+    if int(cuda.split(".")[0]) > major:
+        return f"no: {made_for} needs a newer driver than this one for CUDA {major}.{minor}"
+    return f"yes, {made_for}"
 
-    def cupy_arrays() -> str:
-        _import("cupy", "CuPy arrays need CuPy")
-        try:
-            _import("ml_dtypes", "")
-        except MissingDependencyError:
-            return "float16 only: bfloat16 needs ml_dtypes (`pip install ml_dtypes`)"
-        return "yes"
 
-    return [
-        ("compile kernels", _guard(compiling)),
-        ("run kernels", _guard(running)),
-        ("torch tensors", _guard(torch_tensors)),
-        ("CuPy arrays", _guard(cupy_arrays)),
-    ]
+def _cupy_arrays() -> str:
+    _import("cupy", "CuPy arrays need CuPy")
+    try:
+        _import("ml_dtypes", "")
+    except MissingDependencyError:
+        return "float16 only: bfloat16 needs ml_dtypes (`pip install ml_dtypes`)"
+    return "yes"
 
 
 def _import(name: str, purpose: str) -> None:

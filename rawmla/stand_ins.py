@@ -27,7 +27,6 @@ class StandIn:
         return self
 
     def reshape(self, *shape: int) -> StandIn:
-        """As of an array."""
         return self
 
 
@@ -49,7 +48,10 @@ for _class in (StandIn, Described):
 
 
 class NoFramework:
-    """The framework of a call that launches nothing: it makes no arrays, and its stream takes no kernels."""
+    """The framework of a call that launches nothing: it makes no arrays, and its stream takes no kernels.
+
+    Its methods are the methods of `Framework`.
+    """
 
     def __init__(
         self,
@@ -63,14 +65,15 @@ class NoFramework:
         self.capture_query = capture_query
         self.determinism = determinism
 
-    def empty(self, shape: tuple[int, ...], dtype: str, device: int) -> Any:
-        """As of `Framework`."""
+    def empty(self, *args: Any, **kwargs: Any) -> Any:
         return StandIn()
+
+    contiguous_copy = aligned_copy = empty
 
     def allocator(
         self, arrays: Sequence[NewArray], scratch_bytes: int, device: int
     ) -> Callable[[], list[Any]]:
-        """As of `Framework`; what a call makes may be given to another one."""
+        # What a call makes may be given to another one.
         made = [
             Described(
                 _ADDRESS, shape, strides[0] if strides else contiguous_strides(shape), dtype, device, self
@@ -79,21 +82,11 @@ class NoFramework:
         ]
         return lambda: [*made, StandIn()]
 
-    def contiguous_copy(self, array: Any, name: str) -> Any:
-        """As of `Framework`."""
-        return StandIn()
-
-    def aligned_copy(self, array: Any, name: str, dtype: str | None = None) -> Any:
-        """As of `Framework`."""
-        return StandIn()
-
     def fill(self, array: Any, value: float) -> None:
-        """As of `Framework`."""
+        pass
 
     def pointer(self, array: Any) -> int:
-        """As of `Framework`."""
         return _ADDRESS
 
     def current_stream(self, device: int) -> int:
-        """As of `Framework`."""
         return jit.NO_LAUNCH

@@ -1,6 +1,5 @@
 """What README and docs name exists: paths, links, functions, command-line options, environment variables."""
 
-import ast
 import importlib
 import re
 import subprocess
@@ -19,16 +18,6 @@ ENGINES_OPTIONS = {"--attention-backend", "--model-path", "--dsa-prefill-backend
 NEED_TORCH = {"--sources"}  # of scripts/record_contracts.py, which does not start without torch
 FILES_TO_WRITE = {"NAME.cu", "NAME.py", "trace.py"}  # "how to add" in docs/contributing.md
 FILES_OF_READERS = {"script.py"}
-PYTHON_FOLDERS = {
-    "flex": {"mha", "call", "kernels", "jit", "errors", "torch_ops"},
-    "mha": {"call", "kernels", "jit", "errors", "torch_ops"},
-    "mla": {"call", "kernels", "jit", "errors", "torch_ops"},
-    "torch_ops": {"flex", "mha", "mla", "call", "kernels", "jit", "errors", "reference", "stand_ins"},
-    "kernels": {"jit", "errors"},
-    "call": {"errors"},
-    "jit": {"environment", "errors"},
-}
-"""What docs/architecture.md says that a folder of rawmla may import, besides itself."""
 CUDA_FOLDERS = ("common", "ptx", "layout", "mla", "mha", "flex", "kernels")  # as in docs/architecture.md
 TOP_LEVEL = ("cuda_src", "docs", "examples", "rawmla", "scripts", "tests")
 MAX_README_LINES = 180
@@ -160,25 +149,6 @@ def test_the_map_of_the_tree_is_that_of_the_tree() -> None:
         if folder == "" or names:
             there = {path.name for path in (package / folder).glob("*.py")}
             assert names == there - ({"__init__.py"} if folder else {"__main__.py"}), folder or "rawmla"
-
-
-def imported(path: Path) -> set[str]:
-    """What a module of a folder of rawmla imports of the package: the first names below rawmla."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom):
-            module = (node.module or "").split(".")
-            if node.level == 2:
-                found |= {module[0]} if module[0] else {alias.name for alias in node.names}
-            elif node.level == 0 and module[0] == "rawmla":
-                found |= {module[1]} if module[1:] else {alias.name for alias in node.names}
-    return found
-
-
-def test_python_folders_import_what_they_may() -> None:
-    for folder, allowed in PYTHON_FOLDERS.items():
-        for path in (ROOT / "rawmla" / folder).glob("*.py"):
-            assert imported(path) <= allowed | {folder}, f"{folder}/{path.name}"
 
 
 def headings(page: Path) -> set[str]:

@@ -27,7 +27,13 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Environment:
     works = dict(WORKING)
     monkeypatch.setattr(report, "collect", lambda: works)
     monkeypatch.setattr(report, "torch_build", lambda: None)
-    names = [vllm.VARIABLE, sglang.VARIABLE, "VLLM_PLUGINS", "SGLANG_PLUGINS", "VLLM_BATCH_INVARIANT"]
+    names = [
+        vllm.ENGINE.variable,
+        sglang.ENGINE.variable,
+        "VLLM_PLUGINS",
+        "SGLANG_PLUGINS",
+        "VLLM_BATCH_INVARIANT",
+    ]
     for name in names:
         monkeypatch.delenv(name, raising=False)
 
@@ -88,9 +94,11 @@ def test_engines_that_are_switched_on(environment: Environment) -> None:
         variables={"RAWMLA_VLLM": "backend", "RAWMLA_SGLANG": "patch", "VLLM_PLUGINS": "other, rawmla"},
     )
     plug_ins = rows(found, "plug-ins")
-    assert plug_ins["vLLM would replace"] == f"{', '.join(vllm.REPLACED)} of {vllm.MODULE}"
+    assert plug_ins["vLLM would replace"] == f"{', '.join(vllm.ENGINE.replaced)} of {vllm.ENGINE.module}"
     assert plug_ins["vLLM backends"] == "FLASHMLA, FLASHMLA_SPARSE, CUSTOM would be rawmla's"
-    assert plug_ins["SGLang would replace"] == f"{', '.join(sglang.REPLACED)} of {sglang.MODULE}"
+    assert (
+        plug_ins["SGLang would replace"] == f"{', '.join(sglang.ENGINE.replaced)} of {sglang.ENGINE.module}"
+    )
     assert found.problems == [] and found.hints == []
     variables = rows(found, "environment variables")
     assert variables["RAWMLA_VLLM"] == "backend" and variables["VLLM_PLUGINS"] == "other, rawmla"

@@ -16,7 +16,9 @@ import pytest
 from rawmla.engines import sglang, vllm
 
 ROOT = Path(__file__).resolve().parents[1]
-DECODE = str(vllm.REPLACED["flash_mla_with_kvcache"]).replace(", num_splits", ", num_splits=None, *", 1)
+DECODE = str(vllm.ENGINE.replaced["flash_mla_with_kvcache"]).replace(
+    ", num_splits", ", num_splits=None, *", 1
+)
 INTERFACE = """\
 from vllm.platforms import current_platform
 def _is_flashmla_available(): return False, "not compiled"
@@ -52,8 +54,9 @@ import json, logging, sys
 logging.basicConfig(format="%(levelname)s %(message)s", stream=sys.stderr)
 def state():
     import vllm.v1.attention.ops.flashmla as interface, vllm.v1.attention.backends.mla.flashmla as importer
-    from rawmla.engines.vllm import REPLACED
-    names = [*REPLACED, "get_mla_metadata_dense_fp8", "flash_mla_with_kvcache_fp8", "_is_flashmla_available"]
+    from rawmla.engines.vllm import ENGINE
+    names = [*ENGINE.replaced, "get_mla_metadata_dense_fp8", "flash_mla_with_kvcache_fp8"]
+    names.append("_is_flashmla_available")
     same = all(getattr(interface, name) is getattr(importer, name) for name in names)
     ours = [name for name in names if getattr(interface, name).__module__.startswith("rawmla.")]
     answers = [interface.is_flashmla_dense_supported(), interface.is_flashmla_sparse_supported()]
@@ -105,9 +108,9 @@ def run(
 ) -> tuple[Any, str]:
     """What a process of its own prints as JSON, and its log; `start`: one that has not imported torch."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), str(ROOT)]), **variables}
-    environment.pop(vllm.VARIABLE, None)
+    environment.pop(vllm.ENGINE.variable, None)
     if mode is not None:
-        environment[vllm.VARIABLE] = mode
+        environment[vllm.ENGINE.variable] = mode
     script = root / "probe.py"
     script.write_text(
         PROBE + "if __name__ == '__main__':\n" + "".join(f"    {line}\n" for line in code.splitlines())
@@ -124,7 +127,7 @@ def run(
 BEFORE = "from rawmla.engines.vllm import register; register(); print(json.dumps(state()))"
 AFTER = "state(); from rawmla.engines.vllm import register; register(); print(json.dumps(state()))"
 PATCHED = {
-    "ours": list(vllm.REPLACED),
+    "ours": list(vllm.ENGINE.replaced),
     "same": True,
     "answers": [[True, None], [True, None]],
     "cuda": False,
@@ -156,12 +159,12 @@ def test_register_may_be_called_again(tree: Path) -> None:
     code = (
         "from rawmla.engines import vllm\nvllm.register(); vllm.register(); first = state()\n"
         "vllm.register(); second = state()\n"
-        "originals = sys.modules[vllm.MODULE].__rawmla_originals__\n"
+        "originals = sys.modules[vllm.ENGINE.module].__rawmla_originals__\n"
         "print(json.dumps([first, second, [f.__module__ for f in originals.values()]]))"
     )
     (first, second, originals), log = run(tree, code)
     assert first == second == {**PATCHED, "watchers": 1} and log == ""
-    assert set(originals) == {vllm.MODULE}
+    assert set(originals) == {vllm.ENGINE.module}
 
 
 def test_register_is_cheap(tree: Path) -> None:
@@ -292,22 +295,22 @@ print(json.dumps([state()["ours"], overrides]))
 
 def test_backend(tree: Path) -> None:
     (ours, overrides), log = run(tree, BACKEND, "backend")
-    assert ours == list(vllm.REPLACED) and overrides == vllm.BACKENDS and log == ""
+    assert ours == list(vllm.ENGINE.replaced) and overrides == vllm.BACKENDS and log == ""
 
 
 def test_backend_needs_a_tested_version(tree: Path) -> None:
     set_version(tree, "vllm", "0.34.1")
     (ours, overrides), log = run(tree, BACKEND, "backend")
-    assert ours == list(vllm.REPLACED) and overrides == {}
+    assert ours == list(vllm.ENGINE.replaced) and overrides == {}
     assert log.count("WARNING rawmla: vLLM's attention backends are left as they are.") == 1
     assert log.count("WARNING") == 1 and "use RAWMLA_VLLM=patch" in log
 
 
 @pytest.mark.parametrize("plug_in", [vllm, sglang])
 def test_versions(plug_in: Any) -> None:
-    (version, *_) = plug_in.TESTED
-    assert plug_in.is_tested(version) and plug_in.is_tested(version + "+cu129")
-    assert not plug_in.is_tested(None) and not plug_in.is_tested(version + ".post1")
+    (version, *_) = plug_in.ENGINE.tested
+    assert plug_in.ENGINE.is_tested(version) and plug_in.ENGINE.is_tested(version + "+cu129")
+    assert not plug_in.ENGINE.is_tested(None) and not plug_in.ENGINE.is_tested(version + ".post1")
 
 
 # ---- SGLang
@@ -328,13 +331,15 @@ from flash_mla.flash_mla_interface import FlashMLASchedMeta
 def get_mla_metadata({}): pass
 def flash_mla_with_kvcache({}): pass
 def flash_mla_sparse_fwd({}): pass
-""".format(*(text.replace(", use_legacy", ", *, use_legacy") for text in sglang.REPLACED.values()))
+""".format(*(text.replace(", use_legacy", ", *, use_legacy") for text in sglang.ENGINE.replaced.values()))
 SGLANG_CODE = """\
 from rawmla.engines.sglang import register; register(); register()
 from sglang.srt.plugins.hook_registry import HookRegistry
 print(json.dumps([HookRegistry.hooks, "flash_mla" in sys.modules]))
 """
-HOOKED = [[f"{sglang.MODULE}.{name}", "rawmla.engines.sglang", "around"] for name in sglang.REPLACED]
+HOOKED = [
+    [f"{sglang.ENGINE.module}.{name}", "rawmla.engines.sglang", "around"] for name in sglang.ENGINE.replaced
+]
 
 
 @pytest.fixture
@@ -342,7 +347,10 @@ def sglang_tree(tmp_path: Path) -> Path:
     """An SGLang 0.5.23 of two modules, and no flash_mla."""
     write(
         tmp_path,
-        {"sglang/srt/plugins/hook_registry.py": HOOKS, sglang.MODULE.replace(".", "/") + ".py": SGLANG},
+        {
+            "sglang/srt/plugins/hook_registry.py": HOOKS,
+            sglang.ENGINE.module.replace(".", "/") + ".py": SGLANG,
+        },
     )
     set_version(tmp_path, "sglang", "0.5.23")
     return tmp_path
@@ -365,7 +373,7 @@ def test_sglang_is_left_alone(sglang_tree: Path, mode: str) -> None:
 def test_an_unknown_sglang_with_other_parameters_is_left_alone(sglang_tree: Path) -> None:
     pytest.importorskip("torch")
     set_version(sglang_tree, "sglang", "0.6.0")
-    path = sglang_tree / (sglang.MODULE.replace(".", "/") + ".py")
+    path = sglang_tree / (sglang.ENGINE.module.replace(".", "/") + ".py")
     path.write_text(SGLANG.replace("kv_format", "layout"))
     (hooks, _), log = run(sglang_tree, SGLANG_CODE, RAWMLA_SGLANG="patch")
     assert hooks == [] and "parameters: flash_mla_with_kvcache. Unset RAWMLA_SGLANG" in log
@@ -373,7 +381,7 @@ def test_an_unknown_sglang_with_other_parameters_is_left_alone(sglang_tree: Path
 
 def test_an_sglang_that_cannot_be_imported_is_left_alone(sglang_tree: Path) -> None:
     pytest.importorskip("torch")
-    path = sglang_tree / (sglang.MODULE.replace(".", "/") + ".py")
+    path = sglang_tree / (sglang.ENGINE.module.replace(".", "/") + ".py")
     path.write_text("import no_such_module\n")
     (hooks, _), log = run(sglang_tree, SGLANG_CODE, RAWMLA_SGLANG="patch")
     assert hooks == [] and "cannot be imported: No module named 'no_such_module'" in log
@@ -382,7 +390,7 @@ def test_an_sglang_that_cannot_be_imported_is_left_alone(sglang_tree: Path) -> N
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        (sglang.MODULE.replace(".", "/") + ".py", "raise OSError('no library')\n"),
+        (sglang.ENGINE.module.replace(".", "/") + ".py", "raise OSError('no library')\n"),
         ("sglang/srt/plugins/hook_registry.py", "HookRegistry = None\n"),
     ],
     ids=["module", "registry"],
@@ -399,7 +407,7 @@ def test_fp8_dense_decoding_stays_with_sglang(monkeypatch: pytest.MonkeyPatch) -
     from rawmla.compat import sgl_kernel
 
     calls: list[Any] = []
-    for name in sglang.REPLACED:
+    for name in sglang.ENGINE.replaced:
         monkeypatch.setattr(sgl_kernel, name, lambda *a, _name=name, **k: calls.append((_name, a, k)))
 
     def original(*args: Any, **kwargs: Any) -> str:

@@ -276,7 +276,7 @@ def test_same_meaning_of_dense_attention(
         reached.update(zip(names, given, strict=False))
 
     path = SimpleNamespace(options_of=note_options, attend=attend)
-    monkeypatch.setattr(dense, "forward_path", lambda *inputs: path)
+    monkeypatch.setattr(dense, "dense_path", lambda *inputs: path)
     ours(function)(*call[0], **call[1])
     meant = {SECOND_NAMES.get(name, name): value for name, value in meaning(function, call).items()}
     reached["max_seqlen_q"], reached["max_seqlen_k"] = reached.pop("max_seqlens")

@@ -1,4 +1,4 @@
-"""Rules for the modules of the package: their length, and which folders import each other."""
+"""Rules for the modules of the package: length, imports, and the number of parameters of functions."""
 
 from __future__ import annotations
 
@@ -7,37 +7,97 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1] / "rawmla"
-MODULES = {path.relative_to(PACKAGE): path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
+MODULES = {
+    path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text())
+    for path in sorted(PACKAGE.rglob("*.py"))
+}
+MAX_LINES, MAX_PARAMETERS = 500, 12
 LONG = {"flex/operators.py"}  # a table
-TO_BE_SPLIT = {
-    "call/arrays.py", "flex/block_mask.py", "flex/trace.py", "jit/launch.py", "mha/attention.py",
-    "reference/_cache.py", "reference/_flex.py", "reference/_mha.py", "testing/flex.py", "testing/sparse.py",
-}  # fmt: skip
+MANY_PARAMETERS = {"flex/backward.py gradients", "flex/backward.py backpropagate"}
+WITH_PUBLIC_SIGNATURES = ("api", "compat", "reference")
+
+LAYERS = {
+    "cli": "engines compat report kernels jit errors",
+    "engines": "compat report kernels jit environment",
+    "compat": "api mla call environment",
+    "preload": "api flex mha mla stand_ins kernels jit call",
+    "report": "jit environment errors",
+    "api": "torch_ops flex mha mla kernels call",
+    "torch_ops": "reference mha mla stand_ins kernels jit call errors",
+    "reference": "flex call",
+    "flex": "mha kernels jit call errors",
+    "mha": "kernels jit call errors",
+    "mla": "kernels jit call errors",
+    "stand_ins": "jit call",
+    "kernels": "jit errors",
+    "jit": "environment errors",
+    "call": "errors",
+    "environment": "errors",
+    "errors": "",
+}
+"""What each folder or module of the package may import besides itself, also inside functions."""
+TAKE_PUBLIC_NAMES = {"cli", "engines", "compat", "preload", "report"}
+"""They may import `rawmla` itself."""
+
+
+def layer_of(module: str) -> str:
+    return module.partition("/")[0].removesuffix(".py")
+
+
+def imports_of(module: str) -> Iterator[str]:
+    """The parts of the package that a module imports, "" for a name of the package itself."""
+    for node in ast.walk(MODULES[module]):
+        if isinstance(node, ast.Import):
+            names = [alias.name.split(".") for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            here = ["rawmla", *module.split("/")]
+            outer = here[: len(here) - node.level] if node.level else []
+            inner = node.module.split(".") if node.module else []
+            names = [[*outer, *inner, alias.name] for alias in node.names]
+        else:
+            continue
+        for first, *path in names:
+            if first == "rawmla":
+                yield path[0] if path and (path[0] in LAYERS) else ""
+
+
+def functions_of(tree: ast.Module) -> Iterator[tuple[str, int]]:
+    """The functions of a module, each with the number of its parameters."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            given = node.args
+            yield getattr(node, "name", "lambda"), len(given.posonlyargs + given.args + given.kwonlyargs)
 
 
 def test_no_module_is_long() -> None:
-    long = {path.as_posix() for path, text in MODULES.items() if len(text.splitlines()) > 500}
-    assert long <= LONG | TO_BE_SPLIT
+    long = {name for name in MODULES if len((PACKAGE / name).read_text().splitlines()) > MAX_LINES}
+    assert long == LONG
 
 
-def imports_of(path: Path, node: ast.AST) -> Iterator[tuple[str, ...]]:
-    """The modules that a module imports when it is loaded, each as its path below the package."""
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.ImportFrom):
-            root = ("rawmla", *path.parts[:-1])[: len(path.parts) + 1 - child.level] if child.level else ()
-            module = (*root, *(child.module or "").split(".")) if child.module else root
-            yield from ((*module, alias.name)[1:] for alias in child.names if module[0] == "rawmla")
-        elif not isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            yield from imports_of(path, child)
+def test_no_function_has_many_parameters() -> None:
+    many = {
+        f"{module} {name}"
+        for module, tree in MODULES.items()
+        for name, number in functions_of(tree)
+        if number > MAX_PARAMETERS and layer_of(module) not in WITH_PUBLIC_SIGNATURES
+    }
+    assert many == MANY_PARAMETERS
 
 
-def test_folders_do_not_import_each_other_in_circles() -> None:
-    folders = {path.parts[0]: set[str]() for path in MODULES if len(path.parts) > 1}
-    for path, text in MODULES.items():
-        if len(path.parts) > 1:
-            folders[path.parts[0]] |= {first for first, *_ in imports_of(path, ast.parse(text))} & {*folders}
-            folders[path.parts[0]].discard(path.parts[0])
-    assert folders["api"] >= {"mla", "call"}  # the walk finds imports
-    while lowest := {folder for folder, used in folders.items() if not used & {*folders}}:
-        folders = {folder: used for folder, used in folders.items() if folder not in lowest}
-    assert not folders, f"import each other in a circle: {folders}"
+def test_layers_import_downwards() -> None:
+    order = list(LAYERS)
+    for layer, allowed in LAYERS.items():
+        assert all(order.index(layer) < order.index(below) for below in allowed.split()), layer
+
+
+def test_modules_import_what_their_layer_may() -> None:
+    used: dict[str, set[str]] = {layer: set() for layer in LAYERS}
+    for module in MODULES:
+        layer = layer_of(module)
+        if layer in ("__init__", "__main__"):  # the table of public names, and the command line
+            continue
+        imported = set(imports_of(module)) - {layer}
+        allowed = {*LAYERS[layer].split(), *([""] if layer in TAKE_PUBLIC_NAMES else [])}
+        assert imported <= allowed, f"{module} imports {imported - allowed}"
+        used[layer] |= imported
+    assert {"mla", "call", "torch_ops"} <= used["api"]  # the walk finds imports, in functions too

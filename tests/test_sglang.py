@@ -34,21 +34,21 @@ print(json.dumps([seen, torch.cuda.is_initialized()]))
 def is_installed() -> bool:
     """Whether a version of SGLang is that the plug-in knows."""
     try:
-        return sglang.is_tested(metadata.version("sglang"))
+        return sglang.ENGINE.is_tested(metadata.version("sglang"))
     except metadata.PackageNotFoundError:
         return False
 
 
 @pytest.mark.skipif(
-    not is_installed(), reason=f"needs SGLang {' or '.join(sglang.TESTED)}, which is not installed"
+    not is_installed(), reason=f"needs SGLang {' or '.join(sglang.ENGINE.tested)}, which is not installed"
 )
 def test_plug_in_is_found_and_hooks(tmp_path: Path) -> None:
     """Through SGLang's own loader and HookRegistry."""
     install_entry_points(tmp_path)
     folders = [str(ROOT), str(tmp_path), *sys.path]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders), sglang.VARIABLE: "patch"}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders), sglang.ENGINE.variable: "patch"}
     done = subprocess.run(
         [sys.executable, "-c", LOAD], env=environment, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert json.loads(done.stdout.splitlines()[-1]) == [list(sglang.REPLACED), False]
+    assert json.loads(done.stdout.splitlines()[-1]) == [list(sglang.ENGINE.replaced), False]

@@ -47,14 +47,15 @@ import record_contracts
 record_contracts.vllm_without_gpu()
 """
 pytestmark = pytest.mark.skipif(
-    VERSION not in vllm.TESTED, reason=f"needs vLLM {' or '.join(vllm.TESTED)}, which is not installed"
+    VERSION not in vllm.ENGINE.tested,
+    reason=f"needs vLLM {' or '.join(vllm.ENGINE.tested)}, which is not installed",
 )
 
 
 def probe(function: str, *arguments: str, mode: str = "patch", path: Path | None = None) -> Any:
     """What a function of tests/vllm_probe.py finds, in a process of its own."""
     folders = [str(ROOT), *([] if path is None else [str(path)])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders), vllm.VARIABLE: mode}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders), vllm.ENGINE.variable: mode}
     command = (str(ROOT / "tests" / "vllm_probe.py"), function, *arguments)
     if function == "before":  # vLLM is imported
         start = [sys.executable, *command]
@@ -67,7 +68,7 @@ def probe(function: str, *arguments: str, mode: str = "patch", path: Path | None
 
 def check_names(found: dict[str, list[str]]) -> None:
     """Every replaced name is in vLLM's module, and every importer has rawmla's."""
-    assert set(found.pop(vllm.MODULE)) == set(vllm.REPLACED)
+    assert set(found.pop(vllm.ENGINE.module)) == set(vllm.ENGINE.replaced)
     assert len(found) == 7 and all(found.values())
 
 

@@ -34,15 +34,17 @@ IMPORTERS = (  # what imports FlashMLA's names, in vLLM 0.33.0
 
 def names() -> dict[str, list[str]]:
     """Per module of vLLM, which of the replaced names are rawmla's there."""
-    from rawmla.engines.vllm import MODULE, REPLACED
+    from rawmla.engines.vllm import ENGINE
 
     found = {}
-    for module in (MODULE, *IMPORTERS):
+    for module in (ENGINE.module, *IMPORTERS):
         values = vars(import_module(module))
         found[module] = [
-            name for name in REPLACED if name in values and values[name].__module__.startswith("rawmla.")
+            name
+            for name in ENGINE.replaced
+            if name in values and values[name].__module__.startswith("rawmla.")
         ]
-        kept = [name for name in REPLACED if name in values and name not in found[module]]
+        kept = [name for name in ENGINE.replaced if name in values and name not in found[module]]
         assert not kept, (module, kept)
     return found
 

@@ -21,6 +21,7 @@ from ..call.checks import as_bool
 from ..mla.cache import dequantize, gather, quantize, write
 from ..mla.indices import convert
 from ..mla.merge import merge
+from .paths import mla_operators
 
 __all__ = [
     "convert_indices",
@@ -71,11 +72,7 @@ def quantize_k_cache(k_cache: Any, layout: str, *, out: Any = None) -> Any:
     a CUDA-graph capture once `rawmla.warmup(sparse_formats=[layout])` has loaded the kernel.
     `rawmla.reference.quantize_k_cache` gives the same bytes.
     """
-    run: Any = quantize
-    if tracing.is_traced(k_cache):
-        from ..torch_ops import calls
-
-        run = calls.quantize_k_cache
+    run = mla_operators().quantize if tracing.is_traced(k_cache) else quantize
     return run(k_cache, layout, out)
 
 
@@ -106,11 +103,7 @@ def dequantize_k_cache(cache: Any, layout: str) -> Any:
     -----
     Allocation, stream and graph capture as for `quantize_k_cache`.
     """
-    run: Any = dequantize
-    if tracing.is_traced(cache):
-        from ..torch_ops import calls
-
-        run = calls.dequantize_k_cache
+    run = mla_operators().dequantize if tracing.is_traced(cache) else dequantize
     return run(cache, layout)
 
 
@@ -153,11 +146,7 @@ def write_kv_cache(kv_c: Any, k_pe: Any, kv_cache: Any, slot_mapping: Any) -> No
     >>> cache = rawmla.quantize_k_cache(k_cache, "v32")
     >>> rawmla.write_kv_cache(kv_c, k_pe, cache, slot_mapping)
     """
-    run: Any = write
-    if tracing.is_traced(kv_c):
-        from ..torch_ops import calls
-
-        run = calls.write_kv_cache
+    run = mla_operators().write if tracing.is_traced(kv_c) else write
     run(kv_c, k_pe, kv_cache, slot_mapping)
 
 
@@ -209,11 +198,7 @@ def gather_kv_cache(
     synchronises, and the host never looks at lengths, so replays of a captured graph follow them. Graph
     capture as for `write_kv_cache`.
     """
-    run: Any = gather
-    if tracing.is_traced(kv_cache):
-        from ..torch_ops import calls
-
-        run = calls.gather_kv_cache
+    run = mla_operators().gather if tracing.is_traced(kv_cache) else gather
     run(kv_cache, block_table, cache_seqlens, out, workspace_starts, seq_starts)
 
 
@@ -272,11 +257,7 @@ def convert_indices(
     synchronises; legal inside a CUDA-graph capture once `rawmla.warmup(sparse_formats=[...])` has loaded the
     kernel. Positions past a request's length give slots of any page that its table has there.
     """
-    run: Any = convert
-    if tracing.is_traced(indices):
-        from ..torch_ops import calls
-
-        run = calls.convert_indices
+    run = mla_operators().convert if tracing.is_traced(indices) else convert
     return run(indices, block_table, page_block_size, request_ids, as_bool("compact", compact), out)
 
 
@@ -322,9 +303,5 @@ def merge_attn_states(outs: Sequence[Any], lses: Sequence[Any], *, out: Any = No
     `rawmla.warmup(dtypes=[...])` has loaded the kernels. Sums are in the order of the parts: the same call
     gives the same bits.
     """
-    run: Any = merge
-    if tracing.is_traced(outs):
-        from ..torch_ops import calls
-
-        run = calls.merge_attn_states
+    run = mla_operators().merge if tracing.is_traced(outs) else merge
     return run(outs, lses, out)

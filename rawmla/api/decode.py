@@ -9,6 +9,7 @@ from ..call.checks import as_bool
 from ..kernels.common import D_V
 from ..mla import dense_decode, sparse_decode
 from ..mla.arguments import check_head_dim_v, refuse_without_indices
+from .paths import mla_operators
 
 __all__ = ["flash_mla_with_kvcache"]
 
@@ -192,9 +193,7 @@ def flash_mla_with_kvcache(
     dense: Any = dense_decode.decode
     sparse: Any = sparse_decode.decode
     if tracing.is_traced(q):
-        from ..torch_ops import calls
-
-        dense, sparse = calls.decode, calls.decode_sparse
+        dense, sparse = mla_operators().decode, mla_operators().decode_sparse
     if indices is not None:
         if causal:
             raise ValueError("causal: expected False with indices, got True")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from ..mha.arguments import NO_WINDOW, either
-from ..mha.paths import forward_path
 from ..mha.records import DenseArrays, Packing, Window
+from .paths import dense_path
 
 __all__ = [
     "flash_attn_func",
@@ -172,7 +172,7 @@ def flash_attn_varlen_func(
         max_seqlen_k = either("max_seqlen_k", max_seqlen_k, "max_seqlen_kv", max_seqlen_kv)
     if learnable_sink is not None:
         attn_sink = either("attn_sink", attn_sink, "learnable_sink", learnable_sink)
-    path = forward_path(q, k, v, attn_sink)
+    path = dense_path(q, k, v, attn_sink)
     options = path.options_of(
         dropout_p, softmax_scale, causal, deterministic, is_varlen, window_size, softcap, attention_chunk,
         (max_seqlen_q, max_seqlen_k),
@@ -240,7 +240,7 @@ def flash_attn_varlen_qkvpacked_func(
     """
     if learnable_sink is not None:
         attn_sink = either("attn_sink", attn_sink, "learnable_sink", learnable_sink)
-    path = forward_path(qkv, None, None, attn_sink)
+    path = dense_path(qkv, None, None, attn_sink)
     options = path.options_of(
         dropout_p, softmax_scale, causal, deterministic, is_varlen, window_size, softcap, attention_chunk,
         (max_seqlen, max_seqlen), ("max_seqlen", "max_seqlen"),
@@ -319,7 +319,7 @@ def flash_attn_varlen_kvpacked_func(
         max_seqlen_k = either("max_seqlen_k", max_seqlen_k, "max_seqlen_kv", max_seqlen_kv)
     if learnable_sink is not None:
         attn_sink = either("attn_sink", attn_sink, "learnable_sink", learnable_sink)
-    path = forward_path(q, kv, None, attn_sink)
+    path = dense_path(q, kv, None, attn_sink)
     options = path.options_of(
         dropout_p, softmax_scale, causal, deterministic, is_varlen, window_size, softcap, attention_chunk,
         (max_seqlen_q, max_seqlen_k),
@@ -388,7 +388,7 @@ def flash_attn_func(
     """
     if learnable_sink is not None:
         attn_sink = either("attn_sink", attn_sink, "learnable_sink", learnable_sink)
-    path = forward_path(q, k, v, attn_sink)
+    path = dense_path(q, k, v, attn_sink)
     options = path.options_of(
         dropout_p, softmax_scale, causal, deterministic, False, window_size, softcap, attention_chunk,
         None,

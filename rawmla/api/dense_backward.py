@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..call import tracing
 from ..kernels.mha_backward_variants import ALL
+from ..mha import backward
 from ..mha.arguments import NO_WINDOW, either
-from ..mha.paths import backward_path
 from ..mha.records import DenseArrays, Gradients, Window
+from .paths import mha_operators
 
 __all__ = ["flash_attn_backward", "flash_attn_varlen_backward"]
 
@@ -106,7 +108,7 @@ def flash_attn_varlen_backward(
         max_seqlen_k = either("max_seqlen_k", max_seqlen_k, "max_seqlen_kv", max_seqlen_kv)
     if learnable_sink is not None:
         attn_sink = either("attn_sink", attn_sink, "learnable_sink", learnable_sink)
-    path = backward_path(dout)
+    path = mha_operators() if tracing.is_traced(dout) else backward
     options = path.options_of(
         0.0, softmax_scale, causal, deterministic, is_varlen, window_size, softcap, 0,
         (max_seqlen_q, max_seqlen_k),
@@ -154,7 +156,7 @@ def flash_attn_backward(
     """
     if learnable_sink is not None:
         attn_sink = either("attn_sink", attn_sink, "learnable_sink", learnable_sink)
-    path = backward_path(dout)
+    path = mha_operators() if tracing.is_traced(dout) else backward
     options = path.options_of(0.0, softmax_scale, causal, deterministic, True, window_size, softcap, 0, None)
     arrays = DenseArrays(q, k, v, None, None, None, None, attn_sink, alibi_slopes, None)
     gradients = Gradients(dout, out, lse, dlse, dq, dk, dv)

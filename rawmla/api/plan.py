@@ -9,6 +9,7 @@ from ..call.checks import as_bool
 from ..mla import metadata
 from ..mla.arguments import refuse_dense_fp8
 from ..mla.plan import FlashMLASchedMeta
+from .paths import mla_operators
 
 __all__ = ["get_mla_metadata"]
 
@@ -101,11 +102,7 @@ def get_mla_metadata(
         num_q_tokens_per_head_k = num_heads_per_head_k
     if all(x is None for x in (cache_seqlens, num_q_tokens_per_head_k, num_heads_k, num_heads_q, topk, out)):
         return FlashMLASchedMeta(enable_batch_invariant=batch_invariant), None
-    compute: Any = metadata.compute
-    if tracing.is_traced(cache_seqlens):
-        from ..torch_ops import calls
-
-        compute = calls.get_mla_metadata
+    compute = mla_operators().compute_plan if tracing.is_traced(cache_seqlens) else metadata.compute
     return compute(
         cache_seqlens, num_q_tokens_per_head_k, num_heads_k, num_heads_q, topk, batch_invariant, out
     )

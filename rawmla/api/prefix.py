@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..mha.paths import prefix_path
+from ..call import tracing
+from ..mha import prefix
 from ..mha.prefix_arrays import PrefixArrays, PrefixOptions
+from .paths import mha_operators
 
 __all__ = ["context_attention_fwd"]
 
@@ -158,4 +160,5 @@ def context_attention_fwd(
         kv_cache_dtype, max_seq_len, max_input_len, sliding_window, sm_scale, skip_decode,
         is_block_table_ptr, interleaved_v_pack_factor, causal,
     )  # fmt: skip
-    return prefix_path(q).prefill(arrays, options)
+    path = mha_operators() if tracing.is_traced(q) else prefix
+    return path.prefill(arrays, options)

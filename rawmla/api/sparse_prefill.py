@@ -8,6 +8,7 @@ from ..call import tracing
 from ..kernels.common import D_V
 from ..mla import sparse_prefill
 from ..mla.arguments import check_head_dim_v
+from .paths import mla_operators
 
 __all__ = ["flash_mla_sparse_fwd"]
 
@@ -131,11 +132,7 @@ def flash_mla_sparse_fwd(
     >>> out, max_logits, lse = rawmla.flash_mla_sparse_fwd(q, kv, indices, 576**-0.5)
     """
     check_head_dim_v(d_v, "d_v")
-    prefill: Any = sparse_prefill.prefill
-    if tracing.is_traced(q):
-        from ..torch_ops import calls
-
-        prefill = calls.sparse_fwd
+    prefill = mla_operators().prefill if tracing.is_traced(q) else sparse_prefill.prefill
     return prefill(
         q,
         kv,

@@ -10,14 +10,18 @@ import importlib.util
 import os
 import sys
 from collections.abc import Iterable
+from contextlib import ExitStack
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-__all__ = ["SITE", "install_flash_mla", "is_our_file", "status", "uninstall_flash_mla"]
+__all__ = ["EXCLUSIVE", "SITE", "install_flash_mla", "is_our_file", "status", "uninstall_flash_mla"]
 
 SITE = Path(__file__).parent / "site"
 """A folder for PYTHONPATH: it holds a package `flash_mla` that re-exports `rawmla.compat.flash_mla`."""
+
+EXCLUSIVE = ("rawmla-flash-mla", "sgl-flash-mla")
+"""Distributions that own the files of one folder `flash_mla`; pip does not notice."""
 
 _displaced: dict[str, ModuleType] | None = None  # what was in sys.modules before an installation
 _op_patches: dict[str, Any] = {}  # namespace -> handle of rawmla.compat.ops.patch
@@ -74,27 +78,21 @@ def install_flash_mla(*, replace: bool = False, ops: Iterable[str] = (), api: st
     flash_mla_interface.check_api(api)
     _refuse_foreign(replace)
     made: dict[str, Any] = {}
-    try:
+    with ExitStack() as undo:
         for namespace in namespaces:
             if namespace not in _op_patches and namespace not in made:
                 from .ops import patch
 
                 made[namespace] = patch(namespace)
+                undo.callback(made[namespace].close)
         module = sys.modules.get("flash_mla")
         if module is None or not _is_ours(module):
             displaced = _remove_modules()
-            try:
-                module = _load()
-            except BaseException:
-                _remove_modules()
-                sys.modules.update(displaced)
-                raise
+            undo.callback(_restore_modules, displaced)
+            module = _load()
             _displaced = displaced
             log(f"flash_mla is rawmla in this process (api={api!r})")
-    except BaseException:
-        for handle in made.values():
-            handle.close()
-        raise
+        undo.pop_all()
     _op_patches.update(made)
     flash_mla_interface.set_api(api)
     return module
@@ -112,13 +110,12 @@ def uninstall_flash_mla() -> None:
     if interface is not None:
         interface.set_api(interface.DEFAULT_API)
     if _displaced is not None:
-        _remove_modules()
-        sys.modules.update(_displaced)
+        _restore_modules(_displaced)
         _displaced = None
 
 
 def status() -> dict[str, Any]:
-    """What of this module is in use in this process.
+    """Return which parts of this module are in use in this process.
 
     Returns
     -------
@@ -155,6 +152,11 @@ def _remove_modules() -> dict[str, ModuleType]:
     """Take `flash_mla` and what is under it out of `sys.modules`."""
     names = [name for name in sys.modules if name == "flash_mla" or name.startswith("flash_mla.")]
     return {name: sys.modules.pop(name) for name in names}
+
+
+def _restore_modules(displaced: dict[str, ModuleType]) -> None:
+    _remove_modules()
+    sys.modules.update(displaced)
 
 
 def _is_ours(module: ModuleType) -> bool:

@@ -17,11 +17,14 @@ __all__ = ["NAMESPACES", "OpPatch", "patch"]
 
 class _Op(NamedTuple):
     schema: str
-    """As `torch.ops` shows it, without the namespace."""
+    """As `torch.ops` shows it, without the namespace. torch leaves out trailing arguments that have their
+    default.
+    """
     function: Callable[..., Any]
 
 
-# torch leaves out trailing arguments that have their default.
+def _by_name(*operators: _Op) -> dict[str, _Op]:
+    return {operator.schema.partition("(")[0]: operator for operator in operators}
 
 
 def _sgl_sparse_decode_fwd(*args: Any) -> tuple[Any, Any, Any, Any]:
@@ -49,74 +52,63 @@ def _sgl_legacy_sparse_prefill_fwd(
     return cuda.sparse_prefill_fwd(*arguments, return_log2_stats=return_log2_stats, return_stats=return_stats)
 
 
+_SPARSE_DECODE = (
+    "sparse_decode_fwd(Tensor q, Tensor kv, Tensor indices, Tensor? topk_length, Tensor? attn_sink, {}? "
+    "tile_scheduler_metadata, {}? num_splits, Tensor? extra_kv, Tensor? extra_indices, Tensor? "
+    "extra_topk_length, int d_v, float sm_scale, "
+)
+_VLLM_SPARSE_DECODE = _SPARSE_DECODE.format("Tensor(a)", "Tensor(b)")
+_SGL_SPARSE_DECODE = _SPARSE_DECODE.format("Tensor(a!)", "Tensor(b!)")
+_DENSE_DECODE = (
+    "dense_decode_fwd(Tensor q, Tensor kcache, int head_size_v, Tensor seqlens_k, Tensor block_table, float "
+    "softmax_scale, bool is_causal, "
+)
+_PREFILL = (
+    "sparse_prefill_fwd(Tensor q, Tensor kv, Tensor indices, float sm_scale, int d_v, Tensor? attn_sink"
+)
+_SGL_RESULTS = "-> (Tensor, Tensor, Tensor(a)?, Tensor(b)?)"
 _SGL_METADATA = _Op(
     "get_mla_decoding_metadata(Tensor seqlens_k, int num_q_tokens_per_head_k, int h_k, int? h_q, bool "
     "is_fp8_kvcache, int? topk) -> Tensor[]",
     cuda.get_mla_decoding_metadata,
 )
-_SPARSE_ARRAYS = (
-    "Tensor q, Tensor kv, Tensor indices, Tensor? topk_length, Tensor? attn_sink, "
-    "{alias_a}? tile_scheduler_metadata, {alias_b}? num_splits, Tensor? extra_kv, Tensor? extra_indices, "
-    "Tensor? extra_topk_length, int d_v, float sm_scale, "
-)
-_DENSE_ARRAYS = (
-    "Tensor q, Tensor kcache, int head_size_v, Tensor seqlens_k, Tensor block_table, float softmax_scale, "
-    "bool is_causal, "
-)
-_VLLM_ARRAYS = _SPARSE_ARRAYS.format(alias_a="Tensor(a)", alias_b="Tensor(b)")
-_SGL_ARRAYS = _SPARSE_ARRAYS.format(alias_a="Tensor(a!)", alias_b="Tensor(b!)")
 
 # The schemas of vLLM 0.33's _flashmla_C and of sgl-flash-mla 1.0.0's two libraries, read from the binaries.
 NAMESPACES: dict[str, dict[str, _Op]] = {
-    "_flashmla_C": {
-        "sparse_decode_fwd": _Op(
-            f"sparse_decode_fwd({_VLLM_ARRAYS}Tensor(c!)? out_=None, bool enable_batch_invariant=False) -> "
+    "_flashmla_C": _by_name(
+        _Op(
+            f"{_VLLM_SPARSE_DECODE}Tensor(c!)? out_=None, bool enable_batch_invariant=False) -> "
             "(Tensor(c!), Tensor, Tensor(a)?, Tensor(b)?)",
             cuda.sparse_decode_fwd,
         ),
-        "dense_decode_fwd": _Op(
-            f"dense_decode_fwd({_DENSE_ARRAYS}Tensor(a)? tile_scheduler_metadata, Tensor(b)? num_splits, "
-            "Tensor(c!)? out_) -> (Tensor(c!), Tensor, Tensor(a)?, Tensor(b)?)",
+        _Op(
+            f"{_DENSE_DECODE}Tensor(a)? tile_scheduler_metadata, Tensor(b)? num_splits, Tensor(c!)? out_) -> "
+            "(Tensor(c!), Tensor, Tensor(a)?, Tensor(b)?)",
             cuda.dense_decode_fwd,
         ),
-        "sparse_prefill_fwd": _Op(
-            "sparse_prefill_fwd(Tensor q, Tensor kv, Tensor indices, float sm_scale, int d_v, Tensor? "
-            "attn_sink, Tensor? topk_length, Tensor(a!)? out_) -> Tensor[]",
-            cuda.sparse_prefill_fwd,
-        ),
-    },
-    "flash_mla": {
-        "sparse_decode_fwd": _Op(
-            f"sparse_decode_fwd({_SGL_ARRAYS}bool enable_batch_invariant=False) -> "
-            "(Tensor, Tensor, Tensor(a)?, Tensor(b)?)",
+        _Op(f"{_PREFILL}, Tensor? topk_length, Tensor(a!)? out_) -> Tensor[]", cuda.sparse_prefill_fwd),
+    ),
+    "flash_mla": _by_name(
+        _Op(
+            f"{_SGL_SPARSE_DECODE}bool enable_batch_invariant=False) {_SGL_RESULTS}",
             _sgl_sparse_decode_fwd,
         ),
-        "sparse_prefill_fwd": _Op(
-            "sparse_prefill_fwd(Tensor q, Tensor kv, Tensor indices, float sm_scale, int d_v, Tensor? "
-            "attn_sink, Tensor? topk_length) -> Tensor[]",
-            cuda.sparse_prefill_fwd,
-        ),
-        "get_mla_decoding_metadata": _SGL_METADATA,
-    },
-    "flash_mla_legacy": {
-        "sparse_decode_fwd": _Op(
-            f"sparse_decode_fwd({_SGL_ARRAYS}str? kv_format=None) -> "
-            "(Tensor, Tensor, Tensor(a)?, Tensor(b)?)",
-            _sgl_legacy_sparse_decode_fwd,
-        ),
-        "dense_decode_fwd": _Op(
-            f"dense_decode_fwd({_DENSE_ARRAYS}Tensor(a!)? tile_scheduler_metadata, Tensor(b!)? num_splits) "
-            "-> (Tensor, Tensor, Tensor(a)?, Tensor(b)?)",
+        _Op(f"{_PREFILL}, Tensor? topk_length) -> Tensor[]", cuda.sparse_prefill_fwd),
+        _SGL_METADATA,
+    ),
+    "flash_mla_legacy": _by_name(
+        _Op(f"{_SGL_SPARSE_DECODE}str? kv_format=None) {_SGL_RESULTS}", _sgl_legacy_sparse_decode_fwd),
+        _Op(
+            f"{_DENSE_DECODE}Tensor(a!)? tile_scheduler_metadata, Tensor(b!)? num_splits) {_SGL_RESULTS}",
             cuda.dense_decode_fwd,
         ),
-        "sparse_prefill_fwd": _Op(
-            "sparse_prefill_fwd(Tensor q, Tensor kv, Tensor indices, float sm_scale, int d_v, Tensor? "
-            "attn_sink=None, Tensor? topk_length=None, bool return_log2_stats=False, bool return_stats=True) "
-            "-> Tensor?[]",
+        _Op(
+            f"{_PREFILL}=None, Tensor? topk_length=None, bool return_log2_stats=False, bool "
+            "return_stats=True) -> Tensor?[]",
             _sgl_legacy_sparse_prefill_fwd,
         ),
-        "get_mla_decoding_metadata": _SGL_METADATA,
-    },
+        _SGL_METADATA,
+    ),
 }
 """What `patch` replaces: namespace -> operator -> its schema and the function that takes its place."""
 

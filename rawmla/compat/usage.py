@@ -1,4 +1,4 @@
-"""What was called through the names of other libraries: counts for `rawmla.compat.status`, and the log."""
+"""Calls through the names of other libraries: counts for `rawmla.compat.status`, and the log."""
 
 from __future__ import annotations
 

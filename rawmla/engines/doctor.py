@@ -9,13 +9,14 @@ import os
 import re
 from importlib import metadata, util
 from pathlib import Path
-from types import ModuleType
 from typing import NamedTuple
 
 from rawmla import report
-from rawmla.compat import is_our_file
+from rawmla.compat import EXCLUSIVE, is_our_file
+from rawmla.environment import version_of
 
 from . import sglang, vllm
+from .plug_in import Engine
 
 __all__ = ["Diagnosis", "examine"]
 
@@ -23,10 +24,10 @@ Rows = list[tuple[str, str]]
 
 PLUG_IN = "rawmla"
 """The name of both entry points, which VLLM_PLUGINS and SGLANG_PLUGINS select by."""
-_EXCLUSIVE = ("rawmla-flash-mla", "sgl-flash-mla")  # both own the files of flash_mla
+_ENGINES = (vllm.ENGINE, sglang.ENGINE)
+_TITLES = {**{engine.distribution: engine.title for engine in _ENGINES}, "lmdeploy": "LMDeploy"}
 _OTHER_VARIABLES = ("VLLM_PLUGINS", "VLLM_BATCH_INVARIANT", "SGLANG_PLUGINS", "PYTHONPATH")
 _PATH = "PYTHONPATH=$(python -m rawmla flash-mla --path)"
-_TITLES = {"vllm": "vLLM", "sglang": "SGLang", "lmdeploy": "LMDeploy"}
 
 
 class Diagnosis(NamedTuple):
@@ -39,42 +40,13 @@ class Diagnosis(NamedTuple):
     hints: list[str]
 
 
-class _Engine(NamedTuple):
-    title: str
-    distribution: str
-    plug_in: ModuleType
-    group: str
-    filter: str  # the variable that names the plug-ins to load
-    line: str
-
-
-_ENGINES = (
-    _Engine(
-        "vLLM",
-        "vllm",
-        vllm,
-        "vllm.general_plugins",
-        "VLLM_PLUGINS",
-        f"{vllm.VARIABLE}=patch vllm serve MODEL --attention-backend FLASHMLA (or FLASHMLA_SPARSE)",
-    ),
-    _Engine(
-        "SGLang",
-        "sglang",
-        sglang,
-        "sglang.srt.plugins",
-        "SGLANG_PLUGINS",
-        f"{sglang.VARIABLE}=patch python -m sglang.launch_server --model-path MODEL",
-    ),
-)
-
-
 def examine() -> Diagnosis:
     """Look at this environment. Raises nothing for what it finds missing."""
     found = Diagnosis({}, [], [])
-    versions = {name: _version(name) for name in _TITLES}
+    versions = {name: version_of(name) for name in _TITLES}
+    known = {engine.distribution: engine for engine in _ENGINES}
     found.sections["engines"] = [
-        *((engine.title, _recognised(engine, versions[engine.distribution])) for engine in _ENGINES),
-        ("LMDeploy", _recognised(None, versions["lmdeploy"])),
+        (title, _recognised(known.get(name), versions[name])) for name, title in _TITLES.items()
     ]
     names = {name for name in os.environ if name.startswith("RAWMLA_")} | set(_OTHER_VARIABLES)
     variables = [(name, os.environ[name]) for name in sorted(names) if name in os.environ]
@@ -99,38 +71,30 @@ def examine() -> Diagnosis:
     return found
 
 
-def _version(distribution: str) -> str | None:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _recognised(engine: _Engine | None, version: str | None) -> str:
+def _recognised(engine: Engine | None, version: str | None) -> str:
     if version is None:
         return "not installed"
     if engine is None:
         return f"{version}, imports flash_mla"
-    if engine.plug_in.is_tested(version):
+    if engine.is_tested(version):
         return f"{version}, recognised"
-    return f"{version}, not recognised: rawmla knows {', '.join(engine.plug_in.TESTED)}"
+    return f"{version}, not recognised: rawmla knows {', '.join(engine.tested)}"
 
 
-def _examine_plug_in(engine: _Engine, version: str | None, found: Diagnosis) -> None:
+def _examine_plug_in(engine: Engine, version: str | None, found: Diagnosis) -> None:
     """Is the entry point seen, is it switched on, and would it do what it was asked for?"""
-    ours = engine.plug_in
     seen = [point for point in metadata.entry_points(group=engine.group) if point.name == PLUG_IN]
-    mode = os.environ.get(ours.VARIABLE, "")
+    mode = os.environ.get(engine.variable, "")
     allowed = os.environ.get(engine.filter)
     chosen = allowed is None or PLUG_IN in [name.strip() for name in allowed.split(",")]
     rows = found.sections["plug-ins"]
     where = f"{seen[0].value} ({engine.group})" if seen else f"not in {engine.group}"
     rows.append((f"{engine.title} entry point", where))
     problems = []
-    if mode and mode not in ours.MODES:
-        problems.append(f"{ours.VARIABLE}: expected one of {', '.join(ours.MODES)}, got {mode!r}")
+    if mode and mode not in engine.modes:
+        problems.append(f"{engine.variable}: expected one of {', '.join(engine.modes)}, got {mode!r}")
     if mode and version is None:
-        problems.append(f"{ours.VARIABLE} is set, but {engine.title} is not installed in this environment")
+        problems.append(f"{engine.variable} is set, but {engine.title} is not installed in this environment")
     if mode and not seen:
         problems.append(
             f"{engine.title} does not see the plug-in: install rawmla into the engine's environment with "
@@ -138,25 +102,25 @@ def _examine_plug_in(engine: _Engine, version: str | None, found: Diagnosis) -> 
         )
     if mode and not chosen:
         problems.append(f"{engine.filter} leaves the plug-in out: add {PLUG_IN} to it, or unset it")
-    if mode == "backend" and version is not None and not ours.is_tested(version):
+    if mode == "backend" and version is not None and not engine.is_tested(version):
         problems.append(
-            f"{ours.VARIABLE}=backend needs {engine.title} {', '.join(ours.TESTED)}: use patch, which "
+            f"{engine.variable}=backend needs {engine.title} {', '.join(engine.tested)}: use patch, which "
             "checks names and parameters"
         )
     found.problems.extend(problems)
     if problems:
         replaced = "nothing, or not all that was asked for: see below"
     elif mode:
-        replaced = f"{', '.join(ours.REPLACED)} of {ours.MODULE}"
+        replaced = f"{', '.join(engine.replaced)} of {engine.module}"
         if mode == "backend":
-            rows.append((f"{engine.title} backends", f"{', '.join(ours.BACKENDS)} would be rawmla's"))
-        if not ours.is_tested(version):
+            rows.append((f"{engine.title} backends", f"{', '.join(vllm.BACKENDS)} would be rawmla's"))
+        if not engine.is_tested(version):
             found.hints.append(
                 f"{engine.title} {version} was not tested: names and parameters are compared at start, and "
                 "if one differs, a warning in its log says so and nothing is replaced"
             )
     else:
-        replaced = f"nothing: {ours.VARIABLE} is not set"
+        replaced = f"nothing: {engine.variable} is not set"
         if version is not None:
             found.hints.append(f"To use rawmla in {engine.title}: {engine.line}")
     rows.append((f"{engine.title} would replace", replaced))
@@ -167,7 +131,7 @@ def _examine_torch(versions: dict[str, str | None], mixed: bool, found: Diagnosi
 
     `mixed`: libraries of two CUDA versions were found already.
     """
-    torch = _version("torch")
+    torch = version_of("torch")
     for name, version in versions.items():
         pin = None if version is None else _pinned_torch(name)
         if pin is not None and torch is not None and torch.partition("+")[0] != pin:
@@ -177,7 +141,7 @@ def _examine_torch(versions: dict[str, str | None], mixed: bool, found: Diagnosi
                 '`pip install -e "PATH_OF_RAWMLA[cu13]"`'
             )
     build, cuda = report.torch_build() or ("", None)
-    if cuda is not None and cuda.startswith("13.") and not mixed and _version("cupy-cuda12x"):
+    if cuda is not None and cuda.startswith("13.") and not mixed and version_of("cupy-cuda12x"):
         found.problems.append(
             f"torch {build} is for CUDA {cuda}, but rawmla was installed with `cu12`: run `pip uninstall "
             'cupy-cuda12x nvidia-cuda-nvrtc-cu12`, then `pip install -e "PATH_OF_RAWMLA[cu13]"`'
@@ -196,7 +160,7 @@ def _pinned_torch(distribution: str) -> str | None:
 
 def _examine_flash_mla(versions: dict[str, str | None], found: Diagnosis) -> None:
     """Whose is `import flash_mla`?"""
-    owners = [name for name in _EXCLUSIVE if _version(name) is not None]
+    owners = [name for name in EXCLUSIVE if version_of(name) is not None]
     ours = False
     try:
         spec = util.find_spec("flash_mla")
@@ -209,7 +173,7 @@ def _examine_flash_mla(versions: dict[str, str | None], found: Diagnosis) -> Non
         text = f"{'rawmla' if ours else 'another one'}: {spec.origin}"
     found.sections["flash_mla"] = [
         ("import flash_mla gives", text),
-        ("distributions", ", ".join(f"{name} {_version(name)}" for name in owners) or "none"),
+        ("distributions", ", ".join(f"{name} {version_of(name)}" for name in owners) or "none"),
     ]
     if len(owners) > 1:
         found.problems.append(

@@ -8,33 +8,40 @@ exports besides is of Blackwell alone, but for the class of plan objects: rawmla
 
 from __future__ import annotations
 
-import inspect
 import logging
 import os
 from collections.abc import Callable
-from importlib import import_module, metadata, util
+from importlib import import_module, util
 from typing import Any
 
-__all__ = ["MODES", "MODULE", "REPLACED", "TESTED", "VARIABLE", "is_tested", "register"]
+from rawmla.environment import version_of
 
-VARIABLE = "RAWMLA_SGLANG"
-MODES = ("patch",)
-MODULE = "sglang.kernels.ops.attention.flash_mla_interface"
-TESTED = ("0.5.23",)
-"""Versions of SGLang whose calls are recorded in tests/contracts."""
+from .plug_in import Engine
 
-REPLACED = {
-    "get_mla_metadata": (
-        "cache_seqlens, num_q_tokens_per_head_k, num_heads_k, num_heads_q, is_fp8_kvcache, topk"
-    ),
-    "flash_mla_with_kvcache": (
-        "q, k_cache, block_table, cache_seqlens, head_dim_v, tile_scheduler_metadata, num_splits, "
-        "softmax_scale, causal, descale_q, descale_k, is_fp8_kvcache, indices, attn_sink, extra_k_cache, "
-        "extra_indices_in_kvcache, topk_length, extra_topk_length, kv_format, use_legacy"
-    ),
-    "flash_mla_sparse_fwd": "q, kv, indices, sm_scale, d_v, attn_sink, topk_length, use_legacy",
-}
-"""What is hooked in `MODULE`: name to its parameters in the tested versions."""
+__all__ = ["ENGINE", "register"]
+
+ENGINE = Engine(
+    title="SGLang",
+    distribution="sglang",
+    tested=("0.5.23",),
+    module="sglang.kernels.ops.attention.flash_mla_interface",
+    replaced={
+        "get_mla_metadata": (
+            "cache_seqlens, num_q_tokens_per_head_k, num_heads_k, num_heads_q, is_fp8_kvcache, topk"
+        ),
+        "flash_mla_with_kvcache": (
+            "q, k_cache, block_table, cache_seqlens, head_dim_v, tile_scheduler_metadata, num_splits, "
+            "softmax_scale, causal, descale_q, descale_k, is_fp8_kvcache, indices, attn_sink, extra_k_cache, "
+            "extra_indices_in_kvcache, topk_length, extra_topk_length, kv_format, use_legacy"
+        ),
+        "flash_mla_sparse_fwd": "q, kv, indices, sm_scale, d_v, attn_sink, topk_length, use_legacy",
+    },
+    variable="RAWMLA_SGLANG",
+    modes=("patch",),
+    group="sglang.srt.plugins",
+    filter="SGLANG_PLUGINS",
+    line="RAWMLA_SGLANG=patch python -m sglang.launch_server --model-path MODEL",
+)
 
 _log = logging.getLogger(__name__)
 _registered = False
@@ -46,11 +53,11 @@ def register() -> None:
     Raises nothing: whatever is not as expected is one warning, and SGLang is left as it is.
     """
     global _registered
-    mode = os.environ.get(VARIABLE, "")
+    mode = os.environ.get(ENGINE.variable, "")
     if not mode or _registered:
         return
     try:
-        reason = f"{VARIABLE}: expected {MODES[0]}, got {mode!r}" if mode not in MODES else _refusal()
+        reason = f"{ENGINE.variable}: expected patch, got {mode!r}" if mode != "patch" else _refusal()
         if reason is None:
             _hook()
     except Exception as error:  # an engine must start all the same
@@ -59,27 +66,8 @@ def register() -> None:
         _log.warning("rawmla: SGLang is left as it is. %s", reason)
         return
     _registered = True
-    _log.info("rawmla: %s of %s are rawmla's now (SGLang %s)", ", ".join(REPLACED), MODULE, _version() or "?")
-
-
-def _hook() -> None:
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    hooks = (_get_mla_metadata, _flash_mla_with_kvcache, _flash_mla_sparse_fwd)
-    for name, hook in zip(REPLACED, hooks, strict=True):
-        HookRegistry.register(f"{MODULE}.{name}", hook, HookType.AROUND)
-
-
-def is_tested(version: str | None) -> bool:
-    """Whether a version of SGLang is in `TESTED`; what follows "+" tells only what it was built for."""
-    return version is not None and version.partition("+")[0] in TESTED
-
-
-def _version() -> str | None:
-    try:
-        return metadata.version("sglang")
-    except metadata.PackageNotFoundError:
-        return None
+    names, version = ", ".join(ENGINE.replaced), version_of("sglang") or "?"
+    _log.info("rawmla: %s of %s are rawmla's now (SGLang %s)", names, ENGINE.module, version)
 
 
 def _refusal() -> str | None:
@@ -91,26 +79,20 @@ def _refusal() -> str | None:
         from rawmla.compat import install_flash_mla
 
         install_flash_mla()
-    version = _version()
+    version = version_of("sglang")
     try:
-        module = import_module(MODULE)
+        module = import_module(ENGINE.module)
     except ImportError as error:
-        return f"{MODULE} of SGLang {version or 'of unknown version'} cannot be imported: {error}"
-    if is_tested(version):
-        return None
-    different = [
-        name
-        for name, parameters in REPLACED.items()
-        if not callable(getattr(module, name, None))
-        or ", ".join(inspect.signature(getattr(module, name)).parameters) != parameters
-    ]
-    if different:
-        return (
-            f"SGLang {version or 'of unknown version'} is not one that rawmla was tested with "
-            f"({', '.join(TESTED)}), and in {MODULE} these are missing or have other parameters: "
-            f"{', '.join(different)}. Unset {VARIABLE}, or use a tested version"
-        )
-    return None
+        return f"{ENGINE.module} of SGLang {version or 'of unknown version'} cannot be imported: {error}"
+    return ENGINE.refusal(version, module)
+
+
+def _hook() -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    hooks = (_get_mla_metadata, _flash_mla_with_kvcache, _flash_mla_sparse_fwd)
+    for name, hook in zip(ENGINE.replaced, hooks, strict=True):
+        HookRegistry.register(f"{ENGINE.module}.{name}", hook, HookType.AROUND)
 
 
 # ---- the hooks, around the functions of SGLang. Dense decoding over an FP8 cache, which rawmla does not

@@ -12,42 +12,45 @@ when vLLM itself has imported the module that holds them.
 
 from __future__ import annotations
 
-import inspect
 import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
-from importlib import metadata
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-__all__ = ["BACKENDS", "MODES", "MODULE", "REPLACED", "TESTED", "VARIABLE", "is_tested", "register"]
+from rawmla.environment import version_of
 
-VARIABLE = "RAWMLA_VLLM"
-MODES = ("patch", "backend")
-MODULE = "vllm.v1.attention.ops.flashmla"
-TESTED = ("0.33.0",)
-"""Versions of vLLM whose calls are recorded in tests/contracts and whose backends are known here."""
+from .plug_in import Engine
 
-_DECODE = (
-    "q, k_cache, block_table, cache_seqlens, head_dim_v, tile_scheduler_metadata, num_splits, softmax_scale, "
-    "causal, is_fp8_kvcache, indices, attn_sink, extra_k_cache, extra_indices_in_kvcache, topk_length, "
-    "extra_topk_length, out, enable_batch_invariant"
+__all__ = ["BACKENDS", "ENGINE", "register"]
+
+# get_mla_metadata_dense_fp8 and flash_mla_with_kvcache_fp8 stay vLLM's, since rawmla has no dense decoding
+# over FP8 caches. So does _is_flashmla_available, by which these two say that vLLM has no FlashMLA.
+ENGINE = Engine(
+    title="vLLM",
+    distribution="vllm",
+    tested=("0.33.0",),
+    module="vllm.v1.attention.ops.flashmla",
+    replaced={
+        "FlashMLASchedMeta": None,
+        "get_mla_metadata": "args, kwargs",
+        "flash_mla_with_kvcache": (
+            "q, k_cache, block_table, cache_seqlens, head_dim_v, tile_scheduler_metadata, num_splits, "
+            "softmax_scale, causal, is_fp8_kvcache, indices, attn_sink, extra_k_cache, "
+            "extra_indices_in_kvcache, topk_length, extra_topk_length, out, enable_batch_invariant"
+        ),
+        "flash_mla_sparse_fwd": "q, kv, indices, sm_scale, d_v, attn_sink, topk_length, out",
+        "is_flashmla_dense_supported": "",
+        "is_flashmla_sparse_supported": "",
+    },
+    variable="RAWMLA_VLLM",
+    modes=("patch", "backend"),
+    group="vllm.general_plugins",
+    filter="VLLM_PLUGINS",
+    line="RAWMLA_VLLM=patch vllm serve MODEL --attention-backend FLASHMLA (or FLASHMLA_SPARSE)",
 )
-REPLACED: dict[str, str | None] = {
-    "FlashMLASchedMeta": None,
-    "get_mla_metadata": "args, kwargs",
-    "flash_mla_with_kvcache": _DECODE,
-    "flash_mla_sparse_fwd": "q, kv, indices, sm_scale, d_v, attn_sink, topk_length, out",
-    "is_flashmla_dense_supported": "",
-    "is_flashmla_sparse_supported": "",
-}
-"""What is replaced in `MODULE`: name to its parameters in the tested versions; None: a class.
-
-get_mla_metadata_dense_fp8 and flash_mla_with_kvcache_fp8 stay vLLM's, since rawmla has no dense decoding over
-FP8 caches. So does _is_flashmla_available, by which those two say that a build of vLLM has no FlashMLA.
-"""
 BACKENDS = {
     "FLASHMLA": "rawmla.engines.vllm_backend.RawMLABackend",
     "FLASHMLA_SPARSE": "rawmla.engines.vllm_backend.RawMLASparseBackend",
@@ -56,7 +59,7 @@ BACKENDS = {
 """Members of vLLM's AttentionBackendEnum that "backend" overrides. Members can be sent to spawned workers,
 new names cannot."""
 
-_ORIGINALS = "__rawmla_originals__"  # in MODULE once its names are replaced
+_ORIGINALS = "__rawmla_originals__"  # in the module once its names are replaced
 _log = logging.getLogger("vllm.rawmla")  # below vLLM's own logger, so that lines appear among vLLM's
 
 
@@ -65,15 +68,15 @@ def register() -> None:
 
     Raises nothing: whatever is not as expected is one warning in vLLM's log, and vLLM is left as it is.
     """
-    mode = os.environ.get(VARIABLE, "")
+    mode = os.environ.get(ENGINE.variable, "")
     if not mode:
         return
-    if mode not in MODES:
-        _warn(f"{VARIABLE}: expected one of {', '.join(MODES)}, got {mode!r}")
+    if mode not in ENGINE.modes:
+        _warn(f"{ENGINE.variable}: expected one of {', '.join(ENGINE.modes)}, got {mode!r}")
         return
-    module = sys.modules.get(MODULE)
+    module = sys.modules.get(ENGINE.module)
     if module is None:
-        _after_import(MODULE, _try_patch)
+        _after_import(ENGINE.module, _try_patch)
     else:
         _try_patch(module)
     if mode == "backend":
@@ -83,16 +86,8 @@ def register() -> None:
             _warn(f"{type(error).__name__}: {error}", "vLLM's attention backends are left as they are")
 
 
-def is_tested(version: str | None) -> bool:
-    """Whether a version of vLLM is in `TESTED`; what follows "+" tells only what it was built for."""
-    return version is not None and version.partition("+")[0] in TESTED
-
-
 def _version() -> str | None:
-    try:
-        return metadata.version("vllm")
-    except metadata.PackageNotFoundError:
-        return getattr(sys.modules.get("vllm"), "__version__", None)
+    return version_of("vllm") or getattr(sys.modules.get("vllm"), "__version__", None)
 
 
 _warned: set[str] = set()
@@ -150,7 +145,7 @@ def _try_patch(module: ModuleType) -> None:
 
 
 def _patch(module: ModuleType) -> None:
-    """Replace the names of `MODULE`, also where other modules of vLLM have imported them already."""
+    """Replace the names in vLLM's module, also where other modules of vLLM have imported them already."""
     if hasattr(module, _ORIGINALS):
         return
     reason = _refusal(module)
@@ -172,31 +167,14 @@ def _patch(module: ModuleType) -> None:
 
 
 def _refusal(module: ModuleType) -> str | None:
-    """Why the names of `MODULE` may not be replaced; None: they may.
+    """Why the names of the module may not be replaced; None: they may.
 
     vLLM has asked for the GPU's compute capability before it imports the module, so asking again is free.
     """
     platform = module.current_platform
     if not (platform.is_cuda() and platform.is_device_capability_family(90)):
         return "rawmla's kernels are for Hopper (compute capability 9.0), and vLLM sees no such GPU here"
-    version = _version()
-    if is_tested(version):
-        return None
-    different = [name for name, parameters in REPLACED.items() if not _is_known(module, name, parameters)]
-    if different:
-        return (
-            f"vLLM {version or 'of unknown version'} is not one that rawmla was tested with "
-            f"({', '.join(TESTED)}), and in {MODULE} these are missing or have other parameters: "
-            f"{', '.join(different)}. Unset {VARIABLE}, or use a tested version"
-        )
-    return None
-
-
-def _is_known(module: ModuleType, name: str, parameters: str | None) -> bool:
-    value = getattr(module, name, None)
-    if parameters is None:
-        return isinstance(value, type)
-    return callable(value) and ", ".join(inspect.signature(value).parameters) == parameters
+    return ENGINE.refusal(_version(), module)
 
 
 def _replacements() -> dict[str, Any]:
@@ -207,7 +185,7 @@ def _replacements() -> dict[str, Any]:
         "is_flashmla_dense_supported": _is_supported,
         "is_flashmla_sparse_supported": _is_supported,
     }
-    return {name: own.get(name) or getattr(flash_mla_interface, name) for name in REPLACED}
+    return {name: own.get(name) or getattr(flash_mla_interface, name) for name in ENGINE.replaced}
 
 
 def _get_mla_metadata(*args: Any, **kwargs: Any) -> tuple[Any, None]:
@@ -227,10 +205,11 @@ def _is_supported() -> tuple[bool, str | None]:
 
 def _register_backends() -> None:
     version = _version()
-    if not is_tested(version):
+    if not ENGINE.is_tested(version):
         _warn(
-            f"{VARIABLE}=backend needs a version that rawmla was tested with ({', '.join(TESTED)}), and this "
-            f"is vLLM {version or 'of unknown version'}; use {VARIABLE}=patch",
+            f"{ENGINE.variable}=backend needs a version that rawmla was tested with "
+            f"({', '.join(ENGINE.tested)}), and this is vLLM {version or 'of unknown version'}; use "
+            f"{ENGINE.variable}=patch",
             "vLLM's attention backends are left as they are",
         )
         return

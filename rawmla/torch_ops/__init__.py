@@ -4,8 +4,8 @@ Importing this package registers them; it needs torch and no GPU. The public fun
 while torch traces, and only then, so programs import it for the operators themselves: to call them on CPU
 tensors, or to load an exported program. docs/torch_operators.md says more.
 
-`registration.py` is how an operator is registered, `mla.py` and `mha.py` have the operators, and `calls.py`
-and `mha_calls.py` have the public functions as calls of operators.
+`registration.py` is how an operator is registered, `mla.py` and `mha.py` have the operators, and
+`mla_calls.py` and `mha_calls.py` have the call paths of public functions as calls of operators.
 """
 
 from ..call import tracing

@@ -8,7 +8,8 @@ scale that may be a number or a tensor has two arguments, of which one at least 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from ..mha.arguments import order_of
 from ..mha.autograd import WHAT
 from ..mha.prefix_arrays import PrefixArrays, PrefixOptions
 from ..mha.records import DenseArrays, DenseOptions, Gradients, options_of
-from .registration import NoExample, empty_lse, example, register
+from .registration import NoExample, empty_lse, example, register, register_with_out
 
 __all__: list[str] = []
 
@@ -50,63 +51,46 @@ def _names_in(schema: str) -> list[str]:
     return [argument.split()[-1] for argument in schema.split(", ")]
 
 
-class _Form:
-    """Dense attention with or without cu_seqlens, as operators call it.
+_Records = tuple[DenseArrays, DenseOptions]
 
-    ``schema`` has the arguments that all operators of the form share, but for q, k and v.
-    """
 
-    def __init__(self, name: str, schema: str) -> None:
-        self.name = name
-        self.names = _names_in(schema)
+def _varlen_records(args: tuple[Any, ...], out: Any) -> _Records:
+    """Make the records of a call from the arguments of an operator with cu_seqlens."""
+    q, k, v, starts_q, starts_k, longest_q, longest_k, scale, causal, is_varlen, *others = args
+    left, right, softcap, sink, slopes, used_q, used_k, deterministic = others
+    arrays = DenseArrays(q, k, v, starts_q, starts_k, used_q, used_k, sink, slopes, out)
+    window, longest = (left, right), (longest_q, longest_k)
+    return arrays, options_of(0.0, scale, causal, deterministic, is_varlen, window, softcap, 0, longest)
 
-    def records(
-        self, q: Any, k: Any, v: Any, values: tuple[Any, ...], out: Any = None
-    ) -> tuple[DenseArrays, DenseOptions]:
-        """Make the records of a call from the values of the schema's arguments."""
-        given = dict(zip(self.names, values, strict=True))
-        get = given.get
-        arrays = DenseArrays._make([q, k, v, *[get(name) for name in DenseArrays._fields[3:-1]], out])
-        options = options_of(
-            0.0, get("softmax_scale"), get("causal"), get("deterministic"), get("is_varlen", False),
-            (get("window_left"), get("window_right")), get("softcap"), 0,
-            (get("max_seqlen_q"), get("max_seqlen_k")) if "max_seqlen_q" in given else None,
-        )  # fmt: skip
-        return arrays, options
 
-    def keywords(self, values: tuple[Any, ...]) -> dict[str, Any]:
-        """Make keywords of the reference from these values."""
-        given = dict(zip(self.names, values, strict=True))
-        given["window_size"] = (given.pop("window_left"), given.pop("window_right"))
-        return given
+def _fixed_records(args: tuple[Any, ...], out: Any) -> _Records:
+    """Make the same for an operator without cu_seqlens."""
+    q, k, v, scale, causal, left, right, softcap, sink, slopes, deterministic = args
+    arrays = DenseArrays(q, k, v, None, None, None, None, sink, slopes, out)
+    return arrays, options_of(0.0, scale, causal, deterministic, False, (left, right), softcap, 0, None)
 
-    def attend(self, q: Any, k: Any, v: Any, *values: Any, out: Any = None) -> Any:
-        """Compute out and lse with kernels."""
-        arrays, options = self.records(q, k, v, values, out)
-        return forward.attend(arrays, options)
 
-    def attend_in_reference(self, q: Any, k: Any, v: Any, *values: Any, out: Any = None) -> Any:
-        """Compute out and lse with the reference."""
-        return getattr(reference, f"{self.name}_func")(q, k, v, **self.keywords(values), out=out)
+def _backpropagate(
+    records: Callable[..., _Records], args: tuple[Any, ...], needs: Needs, given: tuple[Any, ...]
+) -> Result:
+    """Compute dq, dk, dv and dsink with kernels; ``given`` are arrays for the first three."""
+    dout, q, k, v, out, lse, dlse, *others = args
+    arrays, options = records((q, k, v, *others), None)
+    made = backward.backpropagate(arrays, Gradients(dout, out, lse, dlse, *given), options, needs)
+    return _without_none(dout, made, needs)
 
-    def backpropagate(
-        self, needs: Needs, given: tuple[Any, Any, Any], dout: Any, q: Any, k: Any, v: Any, *others: Any
-    ) -> Result:
-        """Compute dq, dk, dv and dsink with kernels; ``given`` are the first three, or None."""
-        out, lse, dlse, *values = others
-        arrays, options = self.records(q, k, v, tuple(values))
-        made = backward.backpropagate(arrays, Gradients(dout, out, lse, dlse, *given), options, needs)
-        return _without_none(dout, made, needs)
 
-    def backpropagate_in_reference(
-        self, needs: Needs, given: tuple[Any, Any, Any], dout: Any, q: Any, k: Any, v: Any, *others: Any
-    ) -> Result:
-        """Compute the same with the reference."""
-        out, lse, dlse, *values = others
-        function = getattr(reference, f"{self.name}_backward")
-        keywords = {**self.keywords(tuple(values)), **dict(zip(("dq", "dk", "dv"), given, strict=True))}
-        made = function(dout, q, k, v, out, lse, dlse=dlse, **keywords)
-        return _without_none(dout, (*made, None), needs)
+def _reference_of(name: str) -> Callable[..., Any]:
+    """The function of the reference, for a window of two numbers."""
+    function = getattr(reference, name)
+    return lambda window_left, window_right, **given: function(
+        window_size=(window_left, window_right), **given
+    )
+
+
+def _backpropagate_in_reference(name: str, output_mask: Sequence[bool], **given: Any) -> Result:
+    made = _reference_of(name)(**given)
+    return _without_none(given["dout"], (*made, None), Needs(*output_mask))
 
 
 def _without_none(dout: Any, made: tuple[Any, ...], needs: Needs) -> Result:
@@ -117,12 +101,11 @@ def _without_none(dout: Any, made: tuple[Any, ...], needs: Needs) -> Result:
     return tuple([one if is_wanted and one is not None else _nothing(dout) for one, is_wanted in wanted])
 
 
-_PREFIX_NAMES = _names_in(_PREFIX.replace("(a!)", ""))
+_PREFIX_NAMES = _names_in(_PREFIX)
 
 
-def _prefix_keywords(values: tuple[Any, ...]) -> dict[str, Any]:
-    """Make keywords of `context_attention_fwd` from the values of the schema's arguments."""
-    given = dict(zip(_PREFIX_NAMES, values, strict=True))
+def _prefix_arguments(**given: Any) -> dict[str, Any]:
+    """Make arguments of `context_attention_fwd` from the operator's, where a scale has two."""
     for name in ("k_scale", "v_scale", "fp8_out_scale"):
         number = given.pop(f"{name}_number")
         if given[name] is None:
@@ -130,8 +113,8 @@ def _prefix_keywords(values: tuple[Any, ...]) -> dict[str, Any]:
     return given
 
 
-def _prefill(*values: Any) -> Any:
-    given = _prefix_keywords(values)
+def _prefill(*args: Any) -> Any:
+    given = _prefix_arguments(**dict(zip(_PREFIX_NAMES, args, strict=True)))
     arrays = PrefixArrays._make([given[name] for name in PrefixArrays._fields])
     options = PrefixOptions._make([given[name] for name in PrefixOptions._fields])
     return prefix.prefill(arrays, options)
@@ -169,11 +152,9 @@ def _empty_dsink(q: torch.Tensor, attn_sink: torch.Tensor | None) -> torch.Tenso
     return _nothing(q) if attn_sink is None else attn_sink.new_empty(attn_sink.shape)
 
 
-def _register(name: str, schema: str, empty_lse: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Register a form of dense attention and its backward, and both once more for results that are given."""
-    form = _Form(name, schema)
-    names = form.names
-    sink_at = names.index("attn_sink")
+def _graph_of(name: str, schema: str) -> Callable[..., Any]:
+    """A forward call whose results have a graph, over the operator of its backward."""
+    names = _names_in(schema)
 
     def graph(run: Callable[[], Any], q: Any, k: Any, v: Any, *values: Any) -> Any:
         tensors = {n: x for n, x in zip(names, values, strict=True) if isinstance(x, torch.Tensor)}
@@ -196,53 +177,54 @@ def _register(name: str, schema: str, empty_lse: Callable[[torch.Tensor], torch.
         call = autograd.Call(WHAT, run, backpropagate, (sink, q, k, v), tuple(tensors.values()))
         return autograd.attend(call)
 
-    def into(attend: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args: attend(*args[:-1], out=args[-1])[1]
+    return graph
 
-    def masked(backpropagate: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args: backpropagate(Needs(*args[-1]), (None, None, None), *args[:-1])
 
-    def backward_into(backpropagate: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args: backpropagate(ALL, args[-3:], *args[:-3])[-1]
+def _register(
+    name: str,
+    schema: str,
+    records: Callable[..., _Records],
+    empty_lse: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    """Register a form of dense attention and its backward, and both once more for results that are given.
 
-    register(
-        f"{name}({_ARRAYS}, {schema}) -> (Tensor, Tensor)",
-        form.attend,
-        form.attend_in_reference,
-        lambda q, k, v, *args: (_empty_out(q, v), empty_lse(q)),
-        (("q", "k", "v", "attn_sink"), graph),
+    ``schema`` has the arguments that these operators share, but for q, k and v.
+    """
+    register_with_out(
+        name,
+        f"{_ARRAYS}, {schema}",
+        2,
+        lambda *args, out: forward.attend(*records(args, out)),
+        _reference_of(f"{name}_func"),
+        lambda q, v, **others: (_empty_out(q, v), empty_lse(q)),
+        (("q", "k", "v", "attn_sink"), _graph_of(name, schema)),
     )
-    register(
-        f"{name}_out({_ARRAYS}, {schema}, Tensor(a!) out) -> Tensor",
-        into(form.attend),
-        into(form.attend_in_reference),
-        lambda q, *args: empty_lse(q),
-    )
+    refer = partial(_backpropagate_in_reference, f"{name}_backward")
     register(
         f"{name}_backward({_BACKWARD}, {schema}, bool[4] output_mask) -> (Tensor, Tensor, Tensor, Tensor)",
-        masked(form.backpropagate),
-        masked(form.backpropagate_in_reference),
-        lambda dout, q, k, v, out, lse, dlse, *args: (
+        lambda *args: _backpropagate(records, args[:-1], Needs(*args[-1]), (None, None, None)),
+        refer,
+        lambda q, k, v, attn_sink, output_mask, **others: (
             *[
                 _empty_out(x, x) if wanted else _nothing(q)
-                for x, wanted in zip((q, k, v), args[-1][:3], strict=True)
+                for x, wanted in zip((q, k, v), output_mask, strict=False)
             ],
-            _empty_dsink(q, args[sink_at] if args[-1][3] else None),
+            _empty_dsink(q, attn_sink if output_mask[3] else None),
         ),
     )
     register(
         f"{name}_backward_out({_BACKWARD}, {schema}, {_GRADIENTS}) -> Tensor",
-        backward_into(form.backpropagate),
-        backward_into(form.backpropagate_in_reference),
-        lambda dout, q, k, v, out, lse, dlse, *args: _empty_dsink(q, args[sink_at]),
+        lambda *args: _backpropagate(records, args[:-3], ALL, args[-3:])[-1],
+        lambda **given: refer(ALL, **given)[-1],
+        lambda q, attn_sink, **others: _empty_dsink(q, attn_sink),
     )
 
 
-_register("flash_attn_varlen", _VARLEN, _empty_varlen_lse)
-_register("flash_attn", _FIXED, empty_lse)
+_register("flash_attn_varlen", _VARLEN, _varlen_records, _empty_varlen_lse)
+_register("flash_attn", _FIXED, _fixed_records, empty_lse)
 register(
     f"context_attention_out({_PREFIX}) -> ()",
     _prefill,
-    lambda *values: reference.context_attention_fwd(**_prefix_keywords(values)),
+    lambda **given: reference.context_attention_fwd(**_prefix_arguments(**given)),
     None,
 )

@@ -15,6 +15,7 @@ from ..kernels.mha_backward_variants import Needs
 from ..mha.arguments import as_window, check_chunk, check_dropout, packed_parts
 from ..mha.prefix_arrays import PrefixArrays, PrefixOptions
 from ..mha.records import DenseArrays, DenseOptions, Gradients, Packing
+from .registration import call_with_out
 
 __all__ = ["attend", "backpropagate", "options_of", "prefill"]
 
@@ -74,9 +75,7 @@ def attend(arrays: DenseArrays, options: DenseOptions, packing: Packing | None =
             k, v = parts
         arrays = DenseArrays(q, k, v, starts_q, starts_k, used_q, used_k, sink, slopes, out)
     name, call = _operator(arrays, options)
-    if out is None:
-        return getattr(_ops, name).default(q, k, v, *call)
-    return out, getattr(_ops, f"{name}_out").default(q, k, v, *call, out)
+    return call_with_out(name, (q, k, v, *call), out)
 
 
 def backpropagate(

@@ -13,7 +13,8 @@ that torch keeps symbolic are checked by their example values, so that a check r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from .. import jit
 from ..call.frameworks import WITH_BACKWARD
 from ..stand_ins import Described, NoFramework
 
-__all__ = ["LIBRARY", "NoExample", "empty_lse", "example", "register"]
+__all__ = ["NoExample", "call_with_out", "empty_lse", "example", "register", "register_with_out"]
 
 LIBRARY = torch.library.Library("rawmla", "DEF")
 
@@ -43,18 +44,21 @@ def register(
 ) -> None:
     """Register the operator `rawmla::<schema>`.
 
+    ``run`` and ``graph`` take its arguments by position, since they are on the path of every call, ``refer``
+    and ``empty`` as keywords.
+
     Parameters
     ----------
     schema : str
-        As of `torch.library.Library.define`, without default values. What is written has an alias
-        annotation, as in ``Tensor(a!) out``, and no result is an alias of an argument. Arguments have the
-        names of the public function's, which errors start with.
+        As of `torch.library.Library.define`, without default values. Arguments that are written have an
+        alias annotation, as in ``Tensor(a!) out``, and no result is an alias of an argument. Arguments have
+        the names of the public function's, which errors start with.
     run, refer : callable
-        Compute the results of the operator from its arguments: with kernels, and with `rawmla.reference`.
+        Compute the results of the operator: with kernels, and with `rawmla.reference`.
     empty : callable or None
-        ``empty(*args)`` makes results of that kind, not filled, with every stride that results of the CUDA
-        kernel have. It compares no size that may be symbolic. None: the operator returns nothing, and what
-        the calls return is dropped.
+        Makes results of that kind, not filled, with every stride that results of the CUDA kernel have. It
+        compares no size that may be symbolic. None: the operator returns nothing, and what the calls return
+        is dropped.
     graph : pair of tuple of str and callable, optional
         The arguments that have gradients, and ``graph(forward, *args)``, which calls ``forward()`` and gives
         its results with a graph of autograd. None: no argument has one.
@@ -64,22 +68,27 @@ def register(
     op = getattr(torch.ops.rawmla, name).default
     names = [argument.name for argument in op._schema.arguments]
 
+    def named(args: tuple[Any, ...]) -> dict[str, Any]:
+        return dict(zip(names, args, strict=True))
+
     def cuda(*args: Any) -> Any:
         made = run(*args)
         return None if empty is None else made
 
     def cpu(*args: Any) -> Any:
-        _check(run, names, args, torch.Tensor.data_ptr)
-        made = refer(*args)
+        given = named(args)
+        _check(run, given, torch.Tensor.data_ptr)
+        made = refer(**given)
         if empty is None:
             return None
-        results = empty(*args)
+        results = empty(**given)
         _copy(made, results)
         return results
 
     def fake(*args: Any) -> Any:
-        _check(run, names, args, lambda tensor: 0)
-        return None if empty is None else empty(*args)
+        given = named(args)
+        _check(run, given, lambda tensor: 0)
+        return None if empty is None else empty(**given)
 
     LIBRARY.impl(name, cuda, "CUDA")
     LIBRARY.impl(name, cpu, "CPU")
@@ -87,6 +96,55 @@ def register(
     LIBRARY.impl(name, _autograd(op, names, *(graph or ((), None))), "Autograd", with_keyset=True)
     if hasattr(torch.library, "register_vmap"):  # torch 2.5
         torch.library.register_vmap(qualified, _refuse_vmap(qualified), lib=LIBRARY)
+
+
+def register_with_out(
+    name: str,
+    arguments: str,
+    num_results: int,
+    run: Callable[..., Any],
+    refer: Callable[..., Any],
+    empty: Callable[..., Any],
+    graph: tuple[tuple[str, ...], Callable[..., Any]] | None = None,
+) -> None:
+    """Register an operator that makes its results, and `<name>_out`, which writes the first into ``out``.
+
+    ``run`` and ``refer`` take the keyword ``out`` too, and return all results whether it is None or not.
+    `<name>_out` returns the results but ``out``. The other parameters are of `register`.
+    """
+    register(
+        f"{name}({arguments}) -> {_results(num_results)}",
+        partial(run, out=None),
+        partial(refer, out=None),
+        empty,
+        graph,
+    )
+    register(
+        f"{name}_out({arguments}, Tensor(a!) out) -> {_results(num_results - 1)}",
+        lambda *args: _without_first(run(*args[:-1], out=args[-1])),
+        lambda **given: _without_first(refer(**given)),
+        (lambda out, **given: _without_first(empty(**given))) if num_results > 1 else None,
+    )
+
+
+def _results(number: int) -> str:
+    return "Tensor" if number == 1 else f"({', '.join(['Tensor'] * number)})"
+
+
+def _without_first(results: Any) -> Any:
+    """The results of an operator without the first, which was given."""
+    others = results[1:] if isinstance(results, tuple) else ()
+    return others[0] if len(others) == 1 else others
+
+
+def call_with_out(name: str, args: tuple[Any, ...], out: Any) -> Any:
+    """Call an operator of `register_with_out`, or its form for a given out; returns all results."""
+    if out is None:
+        return getattr(torch.ops.rawmla, name).default(*args)
+    others = getattr(torch.ops.rawmla, f"{name}_out").default(*args, out)
+    if others is None:
+        return out
+    return (out, *others) if isinstance(others, tuple) else (out, others)
 
 
 def _autograd(
@@ -102,7 +160,7 @@ def _autograd(
 
     def kernel(keyset: Any, *args: Any) -> Any:
         needs_graph = False
-        for name, tensor in _tensors(names, args):
+        for name, tensor in _tensors(zip(names, args, strict=True)):
             needs = tensor.requires_grad and torch.is_grad_enabled()
             if needs and name in differentiable and not torch._C._are_functorch_transforms_active():
                 needs_graph = True
@@ -145,18 +203,16 @@ class NoExample(Exception):
     """A symbolic number has no example value."""
 
 
-def _check(
-    run: Callable[..., Any], names: list[str], args: tuple[Any, ...], address: Callable[[Any], int]
-) -> None:
+def _check(run: Callable[..., Any], given: dict[str, Any], address: Callable[[Any], int]) -> None:
     """Check the arguments of an operator as a call does; `address` gives the address of a tensor."""
-    (first, tensor), *others = _tensors(names, args)
+    (first, tensor), *others = _tensors(given.items())
     for name, other in others:
         if other.device != tensor.device:
             raise ValueError(
                 f"{name}: expected a tensor on device {tensor.device}, that of {first}, got {other.device}"
             )
     try:
-        stand_ins = [_stand_in(value, address) for value in args]
+        stand_ins = [_stand_in(value, address) for value in given.values()]
     except NoExample:
         return  # left to the kernel
     try:
@@ -191,13 +247,13 @@ def empty_lse(q: torch.Tensor) -> torch.Tensor:
     return q.new_empty((b, h_q, s_q), dtype=torch.float32)
 
 
-def _tensors(names: list[str], args: tuple[Any, ...]) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors(given: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors among the arguments of an operator, with their names."""
-    for name, value in zip(names, args, strict=True):
+    for name, value in given:
         if isinstance(value, torch.Tensor):
             yield name, value
         elif isinstance(value, (list, tuple)):
-            yield from _tensors([f"{name}[{i}]" for i in range(len(value))], tuple(value))
+            yield from _tensors((f"{name}[{i}]", one) for i, one in enumerate(value))
 
 
 def _copy(values: Any, results: Any) -> None:

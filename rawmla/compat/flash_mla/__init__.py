@@ -6,10 +6,11 @@ Importing it needs no GPU, compiles nothing and does not initialise CUDA.
 from __future__ import annotations
 
 import warnings
-from importlib import metadata
 
 import rawmla
 
+from ...environment import version_of
+from .. import EXCLUSIVE
 from . import cuda as cuda
 from . import flash_mla_interface as flash_mla_interface
 from . import fused_norm_rope_attn_rope_cast as fused_norm_rope_attn_rope_cast
@@ -37,26 +38,15 @@ __all__ = [
 
 __version__ = f"1.0.0+rawmla.{rawmla.__version__}"  # the version whose surface this is, of both libraries
 
-_EXCLUSIVE = ("rawmla-flash-mla", "sgl-flash-mla")
-"""Distributions that own the files of one folder `flash_mla`; pip does not notice."""
-
 
 def has_legacy() -> bool:
     """True: caches and GPUs that sgl-flash-mla serves by its second kernel set are served here."""
     return True
 
 
-def _is_installed(distribution: str) -> bool:
-    try:
-        metadata.distribution(distribution)
-    except metadata.PackageNotFoundError:
-        return False
-    return True
-
-
-if all(map(_is_installed, _EXCLUSIVE)):
+if all(map(version_of, EXCLUSIVE)):
     warnings.warn(
-        f"{' and '.join(_EXCLUSIVE)} are both installed and have overwritten each other's files; uninstall "
+        f"{' and '.join(EXCLUSIVE)} are both installed and have overwritten each other's files; uninstall "
         "both, then install the one that you want",
         RuntimeWarning,
         stacklevel=2,

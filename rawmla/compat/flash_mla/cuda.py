@@ -1,19 +1,19 @@
 """The functions of FlashMLA's C++ module `flash_mla.cuda`, by their names and argument orders.
 
 Plans are the two arrays of a plan object, or None twice, and are returned: the arrays given, or new ones.
-Arguments after those of FlashMLA 9241ae3 are vLLM 0.33's (`out_`, `enable_batch_invariant`) and, by keyword,
-sgl-flash-mla 1.0.0's. What a function does is documented where its Python function is, in
-`rawmla.compat.flash_mla.flash_mla_interface`.
+Arguments after FlashMLA 9241ae3's are vLLM 0.33's (`out_`, `enable_batch_invariant`) and, by keyword,
+sgl-flash-mla 1.0.0's. The Python functions in `rawmla.compat.flash_mla.flash_mla_interface` have the
+documentation.
 """
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
 from ...api import decode, plan, sparse_prefill
 from ...mla.plan import FlashMLASchedMeta
 from ..usage import Usage
-from .refusals import check_kv_format, refuse_dense_prefill, refuse_mega_attention, refuse_other_records
+from .refusals import MEGA_ATTENTION, check_kv_format, refuse_other_records, refused
 
 __all__ = [
     "dense_decode_fwd",
@@ -107,16 +107,9 @@ def sparse_prefill_fwd(
     return_stats: bool = True,
 ) -> list[Any]:
     """Sparse prefill; returns [out, max_logits, lse], natural logarithms unless `return_log2_stats`."""
+    log_base = "2" if return_log2_stats else "e"
     result = sparse_prefill.flash_mla_sparse_fwd(
-        q,
-        kv,
-        indices,
-        sm_scale,
-        d_v,
-        attn_sink,
-        topk_length,
-        out_,
-        log_base="2" if return_log2_stats else "e",
+        q, kv, indices, sm_scale, d_v, attn_sink, topk_length, out_, log_base=log_base
     )
     _prefill_usage.note(_FORM, q, kv)
     return list(result) if return_stats else [result[0], None, None]
@@ -136,34 +129,12 @@ def get_mla_decoding_metadata(
     return [made.tile_scheduler_metadata, made.num_splits]
 
 
-def dense_prefill_fwd(*args: Any, **kwargs: Any) -> NoReturn:
-    """NotImplementedError."""
-    refuse_dense_prefill("dense_prefill_fwd", "call flash_mla.flash_attn_varlen_func")
-
-
-def dense_prefill_bwd(*args: Any, **kwargs: Any) -> NoReturn:
-    """NotImplementedError."""
-    refuse_dense_prefill(
-        "dense_prefill_bwd",
-        "call rawmla.flash_attn_varlen_backward, or backward() through flash_mla.flash_attn_varlen_func",
-    )
-
-
-def fused_norm_rope_attn_rope_cast_fwd(*args: Any, **kwargs: Any) -> NoReturn:
-    """NotImplementedError."""
-    refuse_mega_attention("fused_norm_rope_attn_rope_cast_fwd")
-
-
-def fused_norm_rope_attn_rope_cast_decode(*args: Any, **kwargs: Any) -> NoReturn:
-    """NotImplementedError."""
-    refuse_mega_attention("fused_norm_rope_attn_rope_cast_decode")
-
-
-def permute_q_b_proj(*args: Any, **kwargs: Any) -> NoReturn:
-    """NotImplementedError."""
-    refuse_mega_attention("permute_q_b_proj")
-
-
-def permute_wv_proj(*args: Any, **kwargs: Any) -> NoReturn:
-    """NotImplementedError."""
-    refuse_mega_attention("permute_wv_proj")
+dense_prefill_fwd = refused("dense_prefill_fwd", "call flash_mla.flash_attn_varlen_func")
+dense_prefill_bwd = refused(
+    "dense_prefill_bwd",
+    "call rawmla.flash_attn_varlen_backward, or backward() through flash_mla.flash_attn_varlen_func",
+)
+fused_norm_rope_attn_rope_cast_fwd = refused("fused_norm_rope_attn_rope_cast_fwd", MEGA_ATTENTION)
+fused_norm_rope_attn_rope_cast_decode = refused("fused_norm_rope_attn_rope_cast_decode", MEGA_ATTENTION)
+permute_q_b_proj = refused("permute_q_b_proj", MEGA_ATTENTION)
+permute_wv_proj = refused("permute_wv_proj", MEGA_ATTENTION)

@@ -20,12 +20,7 @@ from ...call.checks import as_bool
 from ...mla.plan import FlashMLASchedMeta
 from ..usage import Usage
 from . import cuda as flash_mla_cuda  # FlashMLA's name of it
-from .refusals import (
-    check_kv_format,
-    refuse_descales,
-    refuse_fp8_q,
-    refuse_other_records,
-)
+from .refusals import check_kv_format, refuse_descales, refuse_fp8_q, refuse_other_records
 
 __all__ = [
     "FlashMLASchedMeta",
@@ -167,8 +162,8 @@ def flash_mla_with_kvcache(
 ) -> tuple[Any, Any]:
     """`rawmla.flash_mla_with_kvcache` with the arguments of every generation of FlashMLA.
 
-    Arrays, results, allocation, streams and errors are those of `rawmla.flash_mla_with_kvcache`; what follows
-    is what this function adds.
+    Arrays, results, allocation, streams and errors are as in `rawmla.flash_mla_with_kvcache`. This function
+    adds the following.
 
     Parameters
     ----------
@@ -246,7 +241,7 @@ def flash_mla_sparse_fwd(
 ) -> tuple[Any, Any, Any]:
     """`rawmla.flash_mla_sparse_fwd` with the arguments of every generation of FlashMLA.
 
-    Arrays, results, allocation, streams and errors are those of `rawmla.flash_mla_sparse_fwd`, but
+    Arrays, results, allocation, streams and errors are as in `rawmla.flash_mla_sparse_fwd`, but
     `max_logits` and `lse` are natural logarithms by default, which is what FlashMLA's kernels return.
 
     Parameters

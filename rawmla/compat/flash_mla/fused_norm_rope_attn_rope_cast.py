@@ -5,73 +5,36 @@ Every function raises NotImplementedError: the fused kernels exist for SM100 alo
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
-
-from .refusals import refuse_mega_attention
+from .refusals import MEGA_ATTENTION, refused
 
 __all__ = ["decode", "permute_q_b_proj", "permute_wv_proj", "prefill"]
 
 _NAME = "fused_norm_rope_attn_rope_cast"
+_NORM_AND_CAST = (
+    "enable_q_norm rms_norm_eps token_positions is_rope_neox_style rope_dim cos_sin_cache n_wv_group "
+    "num_per_channels use_tma_aligned_col_major_sf round_sf use_packed_ue8m0"
+)
 
-
-def prefill(
-    enable_q_norm: bool,
-    rms_norm_eps: float,
-    token_positions: Any,
-    is_rope_neox_style: bool,
-    rope_dim: int,
-    cos_sin_cache: Any,
-    n_wv_group: int,
-    num_per_channels: int,
-    use_tma_aligned_col_major_sf: bool,
-    round_sf: bool,
-    use_packed_ue8m0: bool,
-    q: Any,
-    kv: Any,
-    indices: Any,
-    sm_scale: float,
-    d_v: int = 512,
-    attn_sink: Any = None,
-    topk_length: Any = None,
-    use_legacy: bool = False,
-) -> NoReturn:
-    """NotImplementedError."""
-    refuse_mega_attention(f"{_NAME}.prefill")
-
-
-def decode(
-    enable_q_norm: bool,
-    rms_norm_eps: float,
-    token_positions: Any,
-    is_rope_neox_style: bool,
-    rope_dim: int,
-    cos_sin_cache: Any,
-    n_wv_group: int,
-    num_per_channels: int,
-    use_tma_aligned_col_major_sf: bool,
-    round_sf: bool,
-    use_packed_ue8m0: bool,
-    q: Any,
-    k_cache: Any,
-    indices_in_kvcache: Any,
-    sm_scale: float,
-    d_v: int = 512,
-    attn_sink: Any = None,
-    topk_length: Any = None,
-    extra_k_cache: Any = None,
-    extra_indices_in_kvcache: Any = None,
-    extra_topk_length: Any = None,
-    use_legacy: bool = False,
-) -> NoReturn:
-    """NotImplementedError."""
-    refuse_mega_attention(f"{_NAME}.decode")
-
-
-def permute_q_b_proj(weight_and_sf: Any, h_q: int, d_q: int) -> NoReturn:
-    """NotImplementedError."""
-    refuse_mega_attention(f"{_NAME}.permute_q_b_proj")
-
-
-def permute_wv_proj(weight_and_sf: Any, wv_group_size: int, d_o: int) -> NoReturn:
-    """NotImplementedError."""
-    refuse_mega_attention(f"{_NAME}.permute_wv_proj")
+prefill = refused(
+    f"{_NAME}.prefill",
+    MEGA_ATTENTION,
+    f"{_NORM_AND_CAST} q kv indices sm_scale",
+    d_v=512,
+    attn_sink=None,
+    topk_length=None,
+    use_legacy=False,
+)
+decode = refused(
+    f"{_NAME}.decode",
+    MEGA_ATTENTION,
+    f"{_NORM_AND_CAST} q k_cache indices_in_kvcache sm_scale",
+    d_v=512,
+    attn_sink=None,
+    topk_length=None,
+    extra_k_cache=None,
+    extra_indices_in_kvcache=None,
+    extra_topk_length=None,
+    use_legacy=False,
+)
+permute_q_b_proj = refused(f"{_NAME}.permute_q_b_proj", MEGA_ATTENTION, "weight_and_sf h_q d_q")
+permute_wv_proj = refused(f"{_NAME}.permute_wv_proj", MEGA_ATTENTION, "weight_and_sf wv_group_size d_o")

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from inspect import Parameter, Signature, signature
 from typing import Any, NoReturn
 
 __all__ = [
+    "MEGA_ATTENTION",
     "check_kv_format",
     "refuse_descales",
     "refuse_fp8_q",
-    "refuse_dense_prefill",
-    "refuse_mega_attention",
     "refuse_other_records",
+    "refused",
 ]
 
 # Bytes of a cache record -> whose it is, as sgl-flash-mla 1.0.0 and vLLM 0.33 document `k_cache`; what helps.
@@ -58,7 +60,7 @@ def check_kv_format(kv_format: Any, k_cache: Any) -> None:
 
 
 def refuse_fp8_q(q: Any, name: str = "q") -> None:
-    """Raise if the argument `name` asks for FP8 dense decoding: if q is FP8."""
+    """Raise for the argument `name`, which means FP8 dense decoding, if q is FP8."""
     if "float8" in str(getattr(q, "dtype", "")):
         raise NotImplementedError(
             f"{name}: expected a bfloat16 or float16 q, got one of {q.dtype}; FP8 dense decoding is not in "
@@ -74,14 +76,30 @@ def refuse_descales(q: Any, descale_q: Any, descale_k: Any) -> None:
             raise ValueError(f"{name}: expected None without an FP8 q, got an array with a q of {q.dtype}")
 
 
-def refuse_dense_prefill(name: str, remedy: str) -> NoReturn:
-    """Raise for a C++ function of dense attention, whose workspace and output are SM100's."""
-    raise NotImplementedError(f"{name}: FlashMLA has it for SM100, rawmla does not have it; {remedy}")
+MEGA_ATTENTION = (
+    "normalise and rotate q, call flash_mla_with_kvcache or flash_mla_sparse_fwd, and rotate back and "
+    "quantise their out"
+)
+"""The remedy for a function that fuses norm, rotation and quantisation with attention."""
 
 
-def refuse_mega_attention(name: str) -> NoReturn:
-    """Raise for a function that fuses norm, rotation and quantisation with attention."""
-    raise NotImplementedError(
-        f"{name}: FlashMLA has it for SM100, rawmla does not have it; normalise and rotate q, call "
-        "flash_mla_with_kvcache or flash_mla_sparse_fwd, and rotate back and quantise their out"
-    )
+def refused(
+    name: str, remedy: str, required: str | None = None, **defaults: object
+) -> Callable[..., NoReturn]:
+    """Make a function that raises, in the place of one that FlashMLA has for SM100.
+
+    ``required`` are the names of its parameters without default, which ``defaults`` follow; None: it takes
+    any arguments.
+    """
+
+    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
+        signature(refuse).bind(*args, **kwargs)
+        raise NotImplementedError(f"{name}: FlashMLA has it for SM100, rawmla does not have it; {remedy}")
+
+    refuse.__name__ = refuse.__qualname__ = name.rpartition(".")[2]
+    refuse.__doc__ = "NotImplementedError."
+    if required is not None:
+        values = {**dict.fromkeys(required.split(), Parameter.empty), **defaults}
+        parameters = [Parameter(x, Parameter.POSITIONAL_OR_KEYWORD, default=y) for x, y in values.items()]
+        refuse.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    return refuse
