@@ -19,28 +19,6 @@ import numpy as np
 from .arrays import ArrayView
 from .frameworks import Fields, Framework
 
-__all__ = [
-    "INT32_MAX",
-    "STRIDE_LIMIT",
-    "as_bool",
-    "as_count",
-    "as_int",
-    "as_scale",
-    "as_softmax_scale",
-    "check_kind",
-    "check_no_overlap",
-    "check_place",
-    "check_streams",
-    "check_vector",
-    "mixes_frameworks",
-    "launch_place",
-    "row_strides",
-    "same_place",
-    "show",
-    "strides_fit",
-    "usable_strides",
-]
-
 INT32_MAX = 2**31 - 1
 STRIDE_LIMIT = 2**40  # bytes: strides of a tensor map are below
 _MIN_SCALE, _MAX_SCALE = 2.0**-126, 2.0**127  # times log2(e), normal numbers of float32
@@ -106,17 +84,6 @@ def _as_float(name: str, value: Any, wanted: str) -> float:
         return math.inf if value > 0 else -math.inf
 
 
-def check_vector(name: str, view: Fields, dtypes: tuple[str, ...], length: int, meaning: str) -> None:
-    """Check a contiguous array of one dimension; `meaning` says where its length comes from."""
-    _, shape, strides, dtype, _, _, _ = view
-    if dtype not in dtypes:
-        raise TypeError(f"{name}: expected dtype {' or '.join(dtypes)}, got {dtype}")
-    if tuple(shape) != (length,):
-        raise ValueError(f"{name}: expected shape [{length}] ({meaning}), got {list(shape)}")
-    if length > 1 and strides[0] != 1:
-        raise ValueError(f"{name}: expected a contiguous array, got stride {strides[0]} (elements)")
-
-
 def check_kind(name: str, view: Fields, dtype: str, shape: tuple[int, ...]) -> None:
     """Check the dtype and the shape of an array."""
     if view[3] != dtype:
@@ -147,29 +114,6 @@ def check_place(name: str, view: Fields, device: int, framework: Framework, refe
         )
 
 
-def mixes_frameworks(views: Any) -> bool:
-    """Whether some of the arrays are of another framework than q, for `check_streams`."""
-    framework = views.q[5]
-    return any(view is not None and view[5] is not framework for view in views)
-
-
-def check_streams(views: Any, device: int, framework: Framework) -> None:
-    """Check again, as in every call, that arrays of other frameworks than q's are on its stream.
-
-    ``views`` is a NamedTuple of the arrays by the names of the arguments.
-    """
-    for view, name in zip(views, views._fields, strict=True):
-        if view is not None:
-            _, _, _, _, _, given_framework, _ = view
-            if given_framework is not framework:
-                check_place(name, view, device, framework, "q")
-
-
-def same_place(name: str, view: ArrayView, other: ArrayView, other_name: str) -> None:
-    """`check_place` of `view`, with `other` as the reference."""
-    check_place(name, tuple(view), other.device, other.framework, other_name)
-
-
 def launch_place(view: ArrayView) -> dict[str, Any]:
     """Where a kernel that is called for an array is launched: arguments of the kernels' host sides."""
     return {
@@ -196,16 +140,6 @@ def strides_fit(ptr: int, shape: Sequence[int], strides: Sequence[int]) -> bool:
     """
     steps = [stride for extent, stride in zip(shape[:-1], strides[:-1], strict=True) if extent > 1]
     return not ptr & 15 and all(0 < step < STRIDE_LIMIT // 2 and not step & 7 for step in steps)
-
-
-def row_strides(name: str, view: ArrayView) -> tuple[int, ...]:
-    """Usable strides of all dimensions but the last, which must be contiguous."""
-    usable = usable_strides(view.shape, view.strides)
-    if usable[-1] != 1:
-        raise ValueError(
-            f"{name}: expected a contiguous last dimension, got strides {list(view.strides)} (elements)"
-        )
-    return usable[:-1]
 
 
 def check_no_overlap(name: str, shape: Sequence[int], strides: Sequence[int]) -> None:

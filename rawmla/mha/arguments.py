@@ -18,24 +18,6 @@ from ..call.checks import (
 from ..call.frameworks import Fields, aligned_strides
 from ..kernels.mha_forward import NO_BOUND
 
-__all__ = [
-    "MAX_HEAD_DIM",
-    "NO_WINDOW",
-    "as_length",
-    "as_softcap",
-    "as_window",
-    "check_chunk",
-    "check_dropout",
-    "check_head_dim",
-    "check_out_layout",
-    "check_softcap",
-    "either",
-    "fresh_out_strides",
-    "order_of",
-    "packed_parts",
-    "walked",
-]
-
 MAX_HEAD_DIM = 256
 NO_WINDOW = (-1, -1)
 """The default of window_size."""
@@ -156,6 +138,12 @@ def walked(view: Fields, itemsize: int = 2, alignment: int = 16) -> tuple[int, .
         else:
             steps.append(stride)
     return tuple(steps)
+
+
+def of_three(strides: tuple[int, ...]) -> tuple[int, int, int]:
+    """With 0 for the requests where an array has no dimension for them."""
+    request, token, head = (0, *strides)[-3:]
+    return request, token, head
 
 
 def order_of(shape: tuple[int, ...], strides: tuple[int, ...]) -> list[int]:

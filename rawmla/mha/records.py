@@ -7,8 +7,6 @@ from typing import Any, NamedTuple
 from ..call.checks import as_bool, as_softmax_scale
 from .arguments import NO_WINDOW, as_length, as_softcap, as_window, check_chunk, check_dropout
 
-__all__ = ["DenseArrays", "DenseOptions", "Gradients", "Packing", "Window", "options_of"]
-
 Window = tuple[int | None, int | None]
 
 

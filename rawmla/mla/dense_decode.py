@@ -8,23 +8,15 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from ..call.arguments import Arg, check_arguments, check_places, mixes_frameworks
 from ..call.arrays import READERS
-from ..call.checks import (
-    INT32_MAX,
-    as_softmax_scale,
-    check_place,
-    check_streams,
-    check_vector,
-    mixes_frameworks,
-    strides_fit,
-    usable_strides,
-)
+from ..call.checks import INT32_MAX, as_softmax_scale, strides_fit, usable_strides
 from ..call.frameworks import Fields
 from ..call.memo import Memo, kind_of
 from ..kernels import mla_dense_decode, mla_metadata
 from ..kernels.common import D_V, MAX_GRID_YZ, TILE_ROWS
 from ..kernels.mla_dense_decode import DenseDecodeCall, largest_dividend
-from .arguments import check_out, check_q_width, check_rows, q_strides, read_pair
+from .arguments import check_q, out_strides, q_strides, read_pair
 from .plan import (
     GivenPlan,
     PreparedDecode,
@@ -36,8 +28,6 @@ from .plan import (
     mark_plan,
     read_plan,
 )
-
-__all__ = ["decode"]
 
 
 class _Arrays(NamedTuple):
@@ -52,6 +42,13 @@ class _Arrays(NamedTuple):
     num_splits: Fields | None
     out: Fields | None
 
+
+_TABLE = (
+    Arg("k_cache", "=q", "num_blocks page_block_size h_kv d_qk", has_rows=True),
+    Arg("block_table", "int32", "b max_blocks", has_rows=True),
+    Arg("cache_seqlens", "int32", "b", has_rows=True),
+    Arg("out", "=q", f"b s_q h_q {D_V}"),
+)
 
 _calls: Memo[PreparedDecode] = Memo(shared=True)
 
@@ -105,7 +102,7 @@ def decode(
             q_view, rope_view, k_view, table_view, lengths_view, rows_view, splits_view, out_view
         )
         call = call or _calls.keep(key, _prepare(arrays, plan, softmax_scale, causal))
-        check_streams(arrays, device, framework)
+        check_places(arrays._fields, arrays)
     allocate, launch, q_is_copied, rope_bytes, _, num_parts, config, config_fields = call
     if holder is not None and holder.have_initialized:
         check_config(holder.config, config_fields)
@@ -139,115 +136,29 @@ def decode(
     return out, lse
 
 
-def _check(q: Fields, q_rope: Fields | None, k_cache: Fields) -> tuple[int, tuple[int, ...]]:
-    """Check q, whose RoPE columns may be an array of their own, and the cache against each other.
-
-    Returns d_qk and the strides of the cache but the last.
-    """
-    _, shape, strides, dtype, device, framework, _ = q
-    if dtype != "bfloat16" and dtype != "float16":
-        raise TypeError(f"q: expected dtype bfloat16 or float16, got {dtype}")
-    if len(shape) != 4:
-        raise ValueError(f"q: expected shape [b, s_q, h_q, d_qk], got {list(shape)}")
-    b, s_q, h_q, _ = shape
-    d_qk = check_q_width(q, q_rope)
-    if strides[3] != 1:
-        raise ValueError(f"q: expected a contiguous last dimension, got strides {list(strides)} (elements)")
-    check_rows(shape)
-
-    ptr, shape, strides, k_dtype, _, _, _ = k_cache
-    if k_dtype != dtype:
-        raise TypeError(f"k_cache: expected dtype {dtype}, the dtype of q, got {k_dtype}")
-    if len(shape) != 4:
-        raise ValueError(
-            f"k_cache: expected shape [num_blocks, page_block_size, h_kv, d_qk], got {list(shape)}"
-        )
-    num_blocks, page_block_size, h_kv, k_dim = shape
-    if k_dim != d_qk:
-        raise ValueError(
-            f"k_cache: expected a last dimension of {d_qk}, the d_qk of q, got shape {list(shape)}"
-        )
-    if page_block_size & 63 and page_block_size not in (16, 32) or not 0 < page_block_size <= INT32_MAX:
-        raise ValueError(
-            "k_cache: expected a page_block_size of 16, 32 or a multiple of 64, got "
-            f"{page_block_size} in shape {list(shape)}"
-        )
-    if not num_blocks:
-        raise ValueError(f"k_cache: expected at least 1 block, got shape {list(shape)}")
-    if not h_kv or not h_q or h_q % h_kv:
-        raise ValueError(
-            f"q: expected h_q to be a positive multiple of the h_kv of k_cache, got h_q {h_q} and h_kv {h_kv}"
-        )
-    if h_kv > MAX_GRID_YZ:
-        raise ValueError(f"k_cache: expected at most {MAX_GRID_YZ} KV heads, got shape {list(shape)}")
-    heads = h_q // h_kv
-    most_rows = (largest_dividend(heads) + 1) // TILE_ROWS * TILE_ROWS  # the last tile is divided whole
-    if s_q * heads > most_rows:
-        raise ValueError(
-            f"q: expected at most {most_rows} rows of a KV head (s_q * h_q / h_kv) with h_q / h_kv = {heads}"
-            f", got {s_q * heads}"
-        )
-    if strides[3] != 1:
-        raise ValueError(
-            f"k_cache: expected a contiguous last dimension, got strides {list(strides)} (elements)"
-        )
-    check_place("k_cache", k_cache, device, framework, "q")
-    k_strides = usable_strides(shape, strides)
-    if not strides_fit(ptr, shape, k_strides):
-        raise ValueError(
-            "k_cache: expected a 16-byte aligned address and strides that are positive multiples of 8 "
-            f"elements (TMA), got address {ptr:#x}, shape {list(shape)}, strides {list(strides)} (elements)"
-        )
-    return d_qk, k_strides[:3]
-
-
-def _check_requests(table: Fields, lengths: Fields, q: Fields, page_block_size: int) -> tuple[int, int]:
-    """Check the block table and the lengths; returns the table's stride and the most tokens of a request."""
-    _, (b, *_), _, _, device, framework, _ = q
-    _, shape, strides, dtype, _, _, _ = table
-    if dtype != "int32":
-        raise TypeError(f"block_table: expected dtype int32, got {dtype}")
-    if len(shape) != 2 or shape[0] != b:
-        raise ValueError(f"block_table: expected shape [{b}, max_blocks] (the b of q), got {list(shape)}")
-    if strides[1] != 1 and shape[1] > 1:
-        raise ValueError(
-            f"block_table: expected a contiguous last dimension, got strides {list(strides)} (elements)"
-        )
-    check_place("block_table", table, device, framework, "q")
-    check_vector("cache_seqlens", lengths, ("int32",), b, "the b of q")
-    check_place("cache_seqlens", lengths, device, framework, "q")
-    max_seqlen = min(shape[1] * page_block_size, INT32_MAX)
-    # A token's page is its number / 16, divided by the size of a page / 16.
-    most_tokens = 16 * (largest_dividend(page_block_size // 16) + 1)
-    if max_seqlen > most_tokens:
-        raise ValueError(
-            f"block_table: expected max_blocks * page_block_size of at most {most_tokens} tokens with a "
-            f"page_block_size of {page_block_size}, got {shape[1]} blocks"
-        )
-    return strides[0], max_seqlen
-
-
 def _prepare(arrays: _Arrays, plan: GivenPlan, softmax_scale: float | None, causal: bool) -> PreparedDecode:
     """Check a call, load its kernels and work out their parameters."""
     q = arrays.q
-    d_qk, (k_stride_block, k_stride_token, k_stride_head) = _check(q, arrays.q_rope, arrays.k_cache)
-    _, (b, s_q, h_q, _), _, dtype, device, framework, _ = q
-    _, (num_blocks, page_block_size, h_kv, _), *_ = arrays.k_cache
+    _, _, _, dtype, device, framework, _ = q
+    sizes = check_q(arrays, "b s_q h_q d_qk", "bfloat16 float16")
+    check_arguments(_TABLE, arrays._asdict(), sizes)
+    b, s_q, h_q, h_kv, d_qk = [sizes[dim] for dim in ("b", "s_q", "h_q", "h_kv", "d_qk")]
+    page_block_size = sizes["page_block_size"]
+    _check_heads(s_q, h_q, h_kv)
+    k_stride_block, k_stride_token, k_stride_head = _check_pages(arrays.k_cache)
     strides = q_strides(q, arrays.q_rope, d_qk)
-    if arrays.q_rope is not None:
-        check_place("q_rope", arrays.q_rope, device, framework, "q")
-    table_stride, max_seqlen = _check_requests(arrays.block_table, arrays.cache_seqlens, q, page_block_size)
+    max_seqlen = _max_seqlen(sizes["max_blocks"], page_block_size)
     results = [((b, s_q, h_q, D_V), dtype), ((b, h_q, s_q), "float32")]
-    out_strides: tuple[int, ...] = (s_q * h_q * D_V, h_q * D_V, D_V)
+    steps: tuple[int, ...] = (s_q * h_q * D_V, h_q * D_V, D_V)
     if arrays.out is not None:
-        out_strides = check_out(arrays.out, q)
+        steps = out_strides(arrays.out)
         del results[0]
     holder, *_, batch_invariant = plan
     config = SchedConfig(b, s_q, h_q, page_block_size, h_kv, causal, enable_batch_invariant=batch_invariant)
     num_parts = check_plan(plan, config, device, framework)
     scratch_bytes, launch = 0, None
     if b and s_q:
-        out_stride_b, out_stride_s, out_stride_h = out_strides
+        out_stride_b, out_stride_s, out_stride_h = steps
         prepared = mla_dense_decode.PreparedDenseDecode(
             DenseDecodeCall(
                 device=device,
@@ -258,13 +169,13 @@ def _prepare(arrays: _Arrays, plan: GivenPlan, softmax_scale: float | None, caus
                 h_kv=h_kv,
                 d_qk=d_qk,
                 page_block_size=page_block_size,
-                num_blocks=num_blocks,
+                num_blocks=sizes["num_blocks"],
                 q_strides=strides.q,
                 q_rope_strides=strides.q_rope,
                 k_stride_block=k_stride_block,
                 k_stride_token=k_stride_token,
                 k_stride_head=k_stride_head,
-                block_table_stride=table_stride,
+                block_table_stride=arrays.block_table[2][0],
                 max_seqlen=max_seqlen,
                 num_parts=num_parts,
                 object_layout=holder is not None,
@@ -288,3 +199,53 @@ def _prepare(arrays: _Arrays, plan: GivenPlan, softmax_scale: float | None, caus
         config=config,
         config_fields=fields_of(config),
     )
+
+
+def _check_heads(s_q: int, h_q: int, h_kv: int) -> None:
+    """Check how many rows of q a KV head has."""
+    if not h_kv or not h_q or h_q % h_kv:
+        raise ValueError(
+            f"q: expected h_q to be a positive multiple of the h_kv of k_cache, got h_q {h_q} and h_kv {h_kv}"
+        )
+    if h_kv > MAX_GRID_YZ:
+        raise ValueError(f"k_cache: expected at most {MAX_GRID_YZ} KV heads, got {h_kv}")
+    heads = h_q // h_kv
+    most_rows = (largest_dividend(heads) + 1) // TILE_ROWS * TILE_ROWS  # the last tile is divided whole
+    if s_q * heads > most_rows:
+        raise ValueError(
+            f"q: expected at most {most_rows} rows of a KV head (s_q * h_q / h_kv) with h_q / h_kv = {heads}"
+            f", got {s_q * heads}"
+        )
+
+
+def _check_pages(k_cache: Fields) -> tuple[int, ...]:
+    """Check the pages of the cache; returns its strides but the last."""
+    ptr, shape, strides, *_ = k_cache
+    num_blocks, page_block_size, _, _ = shape
+    if page_block_size & 63 and page_block_size not in (16, 32) or not 0 < page_block_size <= INT32_MAX:
+        raise ValueError(
+            "k_cache: expected a page_block_size of 16, 32 or a multiple of 64, got "
+            f"{page_block_size} in shape {list(shape)}"
+        )
+    if not num_blocks:
+        raise ValueError(f"k_cache: expected at least 1 block, got shape {list(shape)}")
+    usable = usable_strides(shape, strides)
+    if not strides_fit(ptr, shape, usable):
+        raise ValueError(
+            "k_cache: expected a 16-byte aligned address and strides that are positive multiples of 8 "
+            f"elements (TMA), got address {ptr:#x}, shape {list(shape)}, strides {list(strides)} (elements)"
+        )
+    return usable[:-1]
+
+
+def _max_seqlen(max_blocks: int, page_block_size: int) -> int:
+    """Find the most tokens of a request, which kernels must be able to divide by the size of a page."""
+    # A token's page is its number / 16, divided by the size of a page / 16.
+    most_tokens = 16 * (largest_dividend(page_block_size // 16) + 1)
+    max_seqlen = min(max_blocks * page_block_size, INT32_MAX)
+    if max_seqlen > most_tokens:
+        raise ValueError(
+            f"block_table: expected max_blocks * page_block_size of at most {most_tokens} tokens with a "
+            f"page_block_size of {page_block_size}, got {max_blocks} blocks"
+        )
+    return max_seqlen

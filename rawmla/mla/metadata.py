@@ -4,20 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..call.arguments import Sizes, check_dtype, check_shape, row_strides
 from ..call.arrays import inspect
 from ..call.checks import as_count
 from ..kernels import mla_metadata
 from ..kernels.common import BLOCK_TOKENS, MAX_TOPK, ceil_div
 from .plan import FlashMLASchedMeta, check_plan_arrays, count_parts, empty_arrays, is_plan_object
-
-__all__ = [
-    "batch_invariant_of",
-    "check_topk_of",
-    "compute",
-    "given_arrays",
-    "is_empty",
-    "note_batch_invariant",
-]
 
 
 def compute(
@@ -31,16 +23,14 @@ def compute(
 ) -> tuple[Any, Any]:
     """Run `rawmla.get_mla_metadata` with arguments."""
     lengths = inspect(cache_seqlens, "cache_seqlens")
-    ptr, shape, strides, dtype, device, framework, _ = lengths
-    if dtype != "int32":
-        raise TypeError(f"cache_seqlens: expected dtype int32, got {dtype}")
-    if len(shape) != 1:
-        raise ValueError(f"cache_seqlens: expected shape [b], got {list(shape)}")
-    b = shape[0]
+    device, framework = lengths.device, lengths.framework
+    sizes = Sizes()
+    check_dtype("cache_seqlens", lengths, "int32")
+    check_shape("cache_seqlens", lengths, "b", sizes)
+    row_strides("cache_seqlens", lengths)
+    b = sizes["b"]
     if b > mla_metadata.MAX_BATCH:
         raise ValueError(f"cache_seqlens: expected at most {mla_metadata.MAX_BATCH} requests, got {b}")
-    if b > 1 and strides[0] != 1:
-        raise ValueError(f"cache_seqlens: expected a contiguous array, got stride {strides[0]} (elements)")
     h_kv = as_count("num_heads_k", num_heads_k)
     rows_q = as_count("num_q_tokens_per_head_k", num_q_tokens_per_head_k) * h_kv
     h_q = rows_q if num_heads_q is None else as_count("num_heads_q", num_heads_q)
@@ -50,7 +40,7 @@ def compute(
             f"num_heads_k = {rows_q}, got {h_q} with num_heads_k = {h_kv}"
         )
 
-    tokens = mla_metadata.TokenCounts(ptr)
+    tokens = mla_metadata.TokenCounts(lengths.ptr)
     if topk is not None:
         topk = as_count("topk", topk)
         if topk > MAX_TOPK:

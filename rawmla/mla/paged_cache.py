@@ -9,8 +9,6 @@ from ..call.checks import INT32_MAX, usable_strides
 from ..call.frameworks import Fields
 from ..kernels.mla_cache_rows import CacheFormat
 
-__all__ = ["BYTE_DTYPES", "PagedCache", "check_paged_cache"]
-
 BYTE_DTYPES = ("float8_e4m3fn", "uint8", "int8")
 """The dtypes that the bytes of a quantised cache may have."""
 

@@ -12,35 +12,12 @@ from typing import Any, NamedTuple, NoReturn, TypeGuard
 from weakref import ref
 
 from .. import jit
-from ..call import checks
+from ..call.arguments import Arg, Sizes, check_arguments, check_dtype
 from ..call.arrays import READERS, address_of, is_array, read_given
+from ..call.checks import INT32_MAX, check_place
 from ..call.frameworks import Fields, Framework
 from ..kernels import mla_metadata
 from ..kernels.common import BLOCK_TOKENS, MAX_GRID_YZ
-
-__all__ = [
-    "FlashMLASchedMeta",
-    "GivenPlan",
-    "PlanArrays",
-    "PreparedDecode",
-    "SchedConfig",
-    "check_config",
-    "check_plan",
-    "check_plan_arrays",
-    "compute_plan",
-    "config_for",
-    "count_parts",
-    "empty_arrays",
-    "fields_of",
-    "is_plan_object",
-    "mark_plan",
-    "plan_object",
-    "read_plan",
-    "refuse_no_splits",
-    "refuse_one_array",
-    "refuse_splits",
-    "refuse_what_is_no_plan",
-]
 
 
 @dataclass(slots=True)
@@ -357,9 +334,8 @@ def plan_object(
     given = vectors[0] if selections[0] is None else selections[0]
     assert given is not None
     _, (b, *_), _, _, device, framework, _ = given
-    for name, view in zip(of_vectors, vectors, strict=True):
-        if view is not None:
-            checks.check_vector(name, view, ("int32",), b, "a number of each request")
+    table = [Arg(name, "int32", "b", has_rows=True) for name in of_vectors]
+    check_arguments(table, dict(zip(of_vectors, vectors, strict=True)), Sizes(b=b))
     lengths, *limits = map(address_of, vectors)
     tokens, topk = mla_metadata.TokenCounts(lengths), None
     if indices is not None:
@@ -439,29 +415,28 @@ def check_plan_arrays(
     names: tuple[str, str] = ("tile_scheduler_metadata", "num_splits"),
 ) -> int:
     """Check the two arrays of a plan for `b` requests; returns the number of partitions."""
-    ptr, shape, strides, dtype, _, _, _ = rows
-    if dtype != "int32":
-        raise TypeError(f"{names[0]}: expected dtype int32, got {dtype}")
+    of_rows, of_splits = names
+    check_dtype(of_rows, rows, "int32")
+    ptr, shape, strides, *_ = rows
     if len(shape) != 2 or shape[1] != mla_metadata.PLAN_COLUMNS or not 0 < shape[0] <= MAX_GRID_YZ:
         raise ValueError(
-            f"{names[0]}: expected shape [num_sm_parts, {mla_metadata.PLAN_COLUMNS}] with 1 to {MAX_GRID_YZ} "
+            f"{of_rows}: expected shape [num_sm_parts, {mla_metadata.PLAN_COLUMNS}] with 1 to {MAX_GRID_YZ} "
             f"rows, got {list(shape)}"
         )
-    if strides[1] != 1 or strides[0] != mla_metadata.PLAN_COLUMNS and shape[0] > 1 or ptr & 15:
+    num_parts = shape[0]
+    if strides[1] != 1 or strides[0] != mla_metadata.PLAN_COLUMNS and num_parts > 1 or ptr & 15:
         raise ValueError(
-            f"{names[0]}: expected a contiguous array at a 16-byte aligned address, got strides "
+            f"{of_rows}: expected a contiguous array at a 16-byte aligned address, got strides "
             f"{list(strides)} (elements), address {ptr:#x}"
         )
-    num_parts = shape[0]
-    _, shape, strides, dtype, _, _, _ = num_splits
-    if dtype != "int32":
-        raise TypeError(f"{names[1]}: expected dtype int32, got {dtype}")
-    if len(shape) != 1 or not b < shape[0] <= checks.INT32_MAX:
-        raise ValueError(f"{names[1]}: expected shape [n] with n >= b + 1 = {b + 1}, got {list(shape)}")
+    check_dtype(of_splits, num_splits, "int32")
+    _, shape, strides, *_ = num_splits
+    if len(shape) != 1 or not b < shape[0] <= INT32_MAX:
+        raise ValueError(f"{of_splits}: expected shape [n] with n >= b + 1 = {b + 1}, got {list(shape)}")
     if strides[0] != 1 and b > 0:
-        raise ValueError(f"{names[1]}: expected a contiguous array, got stride {strides[0]} (elements)")
-    checks.check_place(names[0], rows, device, framework, reference)
-    checks.check_place(names[1], num_splits, device, framework, reference)
+        raise ValueError(f"{of_splits}: expected a contiguous array, got stride {strides[0]} (elements)")
+    check_place(of_rows, rows, device, framework, reference)
+    check_place(of_splits, num_splits, device, framework, reference)
     return num_parts
 
 
