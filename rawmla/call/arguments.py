@@ -9,7 +9,7 @@ strides that a kernel takes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from .checks import check_place, usable_strides
@@ -103,22 +103,18 @@ def row_strides(name: str, view: Fields) -> tuple[int, ...]:
     return usable[:-1]
 
 
-def check_places(
-    names: Sequence[str], views: Sequence[Fields | None], aliases: Mapping[str, str] = _NO_ALIASES
-) -> None:
+def check_places(views: Mapping[str, Fields | None], aliases: Mapping[str, str] = _NO_ALIASES) -> None:
     """Check that all arrays are on the device of the first and, if they are of another framework, on its
     stream; ``aliases`` as in `check_arguments`.
     """
-    first = views[0]
+    (reference, first), *others = views.items()
     assert first is not None
-    reference = aliases.get(names[0], names[0])
-    for name, view in zip(names, views, strict=True):
+    for name, view in others:
         if view is not None:
-            check_place(aliases.get(name, name), view, first[4], first[5], reference)
+            names = [aliases.get(argument, argument) for argument in (name, reference)]
+            check_place(names[0], view, first[4], first[5], names[1])
 
 
-def mixes_frameworks(views: Sequence[Fields | None]) -> bool:
-    """Whether some arrays are of another framework than the first: every call checks their streams."""
-    first = views[0]
-    assert first is not None
-    return any(view is not None and view[5] is not first[5] for view in views)
+def mixes_frameworks(views: Mapping[str, Fields | None]) -> bool:
+    """Whether arrays are of more than one framework, so that every call has to check their streams."""
+    return len({view[5] for view in views.values() if view is not None}) > 1

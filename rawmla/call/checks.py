@@ -55,7 +55,7 @@ def as_softmax_scale(
     """
     if softmax_scale.__class__ is float and _MIN_SCALE <= softmax_scale <= _MAX_SCALE:
         return softmax_scale
-    scale = _as_float(name, softmax_scale, wanted)
+    scale = as_float(name, softmax_scale, wanted)
     if not _MIN_SCALE <= scale <= _MAX_SCALE:
         raise ValueError(
             f"{name}: expected a finite float32 greater than 0 ({_MIN_SCALE:.2g} to {_MAX_SCALE:.2g}), "
@@ -66,7 +66,7 @@ def as_softmax_scale(
 
 def as_scale(scale: Any) -> float:
     """The `scale` of flex attention as a float that is finite in float32, also times log2(e)."""
-    number = _as_float("scale", scale, "a float or None")
+    number = as_float("scale", scale, "a float or None")
     if not -_MAX_SCALE <= number <= _MAX_SCALE:
         raise ValueError(
             f"scale: expected a finite float32 of magnitude {_MAX_SCALE:.2g} at most, got {number}"
@@ -74,7 +74,7 @@ def as_scale(scale: Any) -> float:
     return number
 
 
-def _as_float(name: str, value: Any, wanted: str) -> float:
+def as_float(name: str, value: Any, wanted: str) -> float:
     """`value` as a float if it is a number; an integer that is too large for one is an infinity."""
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, float, np.integer, np.floating)):
         raise TypeError(f"{name}: expected {wanted}, got {show(value)}")

@@ -9,6 +9,7 @@ import numpy as np
 
 from ..call.checks import (
     STRIDE_LIMIT,
+    as_float,
     as_int,
     as_softmax_scale,
     check_no_overlap,
@@ -22,7 +23,6 @@ MAX_HEAD_DIM = 256
 NO_WINDOW = (-1, -1)
 """The default of window_size."""
 FLOAT32_MAX = float(np.finfo(np.float32).max)
-_NUMBERS = (int, float, np.integer, np.floating)
 
 
 def either(name: str, value: Any, alias: str, alias_value: Any) -> Any:
@@ -42,8 +42,7 @@ def as_length(name: str, value: Any) -> int:
 
 def check_dropout(dropout_p: Any) -> None:
     """Refuse any dropout."""
-    _check_number("dropout_p", "0.0", dropout_p)
-    if dropout_p != 0:
+    if as_float("dropout_p", dropout_p, "0.0") != 0:
         raise ValueError(f"dropout_p: expected 0.0, as there is no dropout, got {dropout_p}")
 
 
@@ -58,17 +57,11 @@ def check_chunk(attention_chunk: Any) -> None:
         )
 
 
-def _check_number(name: str, expected: str, value: Any) -> None:
-    if isinstance(value, (bool, np.bool_)) or not isinstance(value, _NUMBERS):
-        raise TypeError(f"{name}: expected {expected}, got {show(value)}")
-
-
 def as_softcap(softcap: Any) -> float:
     """`softcap` as a float: 0 for none, or positive and one in float32."""
     if softcap.__class__ is float and softcap == 0.0:
         return 0.0
-    _check_number("softcap", "a float", softcap)
-    if softcap == 0:
+    if as_float("softcap", softcap, "a float") == 0:
         return 0.0
     return as_softmax_scale(softcap, "softcap", "a float")
 

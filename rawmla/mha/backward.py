@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..call.arguments import check_places, mixes_frameworks
 from ..call.arrays import READERS, address_of
@@ -14,23 +13,12 @@ from ..kernels.mha_backward import BackwardAddresses, BackwardCall
 from ..kernels.mha_backward_variants import Needs
 from .arguments import check_out_layout, fresh_out_strides, of_three, walked
 from .forward import check_call, copy_where, read
-from .records import DenseArrays, DenseOptions, Gradients
+from .records import DenseArrays, DenseOptions, Gradients, Prepared
 from .records import options_of as options_of
 
+_INPUTS = ("q", "k", "v", "dout", "out")
 
-class _Prepared(NamedTuple):
-    """The work of one kind of call, whose arrays and numbers passed all checks."""
-
-    allocate: Callable[[], list[Any]]
-    """Makes what is needed of dq, dk and dv, unless it is given, and of dsink, and the scratch."""
-    launch: Callable[..., None] | None
-    """Enqueues the kernels, as `PreparedMhaBackward.launch`; None: there is nothing to be done."""
-    copied: tuple[bool, ...]
-    """Which of q, k, v, dout and out kernels cannot walk."""
-    mixes_frameworks: bool
-
-
-_calls: Memo[_Prepared] = Memo(shared=True)
+_calls: Memo[Prepared] = Memo(shared=True)
 
 
 def backpropagate(
@@ -49,7 +37,7 @@ def backpropagate(
     call = _calls.get(key)
     if call is None or call.mixes_frameworks:
         call = call or _calls.keep(key, _prepare(DenseArrays._make(views), gradient_views, options, needs))
-        check_places((*DenseArrays._fields, *Gradients._fields), (*views, *gradient_views))
+        check_places({**DenseArrays._make(views)._asdict(), **gradient_views._asdict()})
     made = call.allocate()
     scratch = made.pop()
     dsink = made.pop() if needs.others else None
@@ -66,10 +54,10 @@ def backpropagate(
             0 if x is None else framework.pointer(x) if view is None else view[0]
             for view, x in zip(given_views, results, strict=True)
         ]
-        # The copies are alive until the launch.
-        (q_ptr, k_ptr, v_ptr, dout_ptr, out_ptr), copies = copy_where(
-            call.copied, (q, k, v, dout, out), ("q", "k", "v", "dout", "out")
-        )
+        inputs = (q, k, v, dout, out)
+        q_ptr, k_ptr, v_ptr, dout_ptr, out_ptr = [view[0] for view in inputs]
+        if call.copied is not None:
+            (q_ptr, k_ptr, v_ptr, dout_ptr, out_ptr), copies = copy_where(call.copied, inputs, _INPUTS)
         addresses = BackwardAddresses(
             q_ptr, k_ptr, v_ptr, out_ptr, dout_ptr, lse[0], address_of(dlse), dq_ptr, dk_ptr, dv_ptr,
             address_of(cu_seqlens_q), address_of(cu_seqlens_k), address_of(used_q), address_of(used_k),
@@ -93,15 +81,15 @@ def _read(gradients: Gradients) -> Gradients:
     )
 
 
-def _prepare(arrays: DenseArrays, gradients: Gradients, options: DenseOptions, needs: Needs) -> _Prepared:
+def _prepare(arrays: DenseArrays, gradients: Gradients, options: DenseOptions, needs: Needs) -> Prepared:
     """Check a call, load its kernels and work out their parameters."""
-    fields, copied = check_call(arrays, options, gradients)
+    fields, of_inputs = check_call(arrays, options, gradients)
     device, framework = arrays.q[4], arrays.q[5]
-    copies = [*(copied or (False,) * 3)]
+    copied = [*(of_inputs or (False,) * 3)]
     for name in ("dout", "out"):
         view = getattr(gradients, name)
         steps = walked(view)
-        copies.append(steps is None)
+        copied.append(steps is None)
         fields[f"{name}_strides"] = of_three(aligned_strides(tuple(view[1]))[:-1] if steps is None else steps)
     fields["dlse_strides"] = (0, 0, 0)
     for name, view in (("lse", gradients.lse), ("dlse", gradients.dlse)):
@@ -110,8 +98,9 @@ def _prepare(arrays: DenseArrays, gradients: Gradients, options: DenseOptions, n
             token, head = (first, second) if fields["varlen"] else (second, first)
             fields[f"{name}_strides"] = of_three((*batch, token, head))
     results: list[NewArray] = []
-    of_inputs = zip(("dq", "dk", "dv"), arrays[:3], gradients[-3:], needs, strict=False)
-    for name, source, gradient, is_needed in of_inputs:
+    for name, source, gradient, is_needed in zip(
+        ("dq", "dk", "dv"), arrays[:3], gradients[-3:], needs, strict=False
+    ):
         if gradient is None:
             fresh = fresh_out_strides(source, source[1][-1])
             fields[f"{name}_strides"] = of_three(fresh[:-1])
@@ -133,9 +122,9 @@ def _prepare(arrays: DenseArrays, gradients: Gradients, options: DenseOptions, n
             framework.capture_query(device),
         )
         scratch_bytes, launch = prepared.scratch_bytes, prepared.launch
-    return _Prepared(
+    return Prepared(
         framework.allocator(results, scratch_bytes, device),
         launch,
-        tuple(copies),
-        mixes_frameworks((*arrays, *gradients)),
+        tuple(copied) if any(copied) else None,
+        mixes_frameworks({**arrays._asdict(), **gradients._asdict()}),
     )

@@ -5,7 +5,7 @@ It is laid out as `rawmla.mla.dense_decode`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -34,7 +34,7 @@ from .arguments import (
     packed_parts,
     walked,
 )
-from .records import DenseArrays, DenseOptions, Gradients, Packing
+from .records import DenseArrays, DenseOptions, Gradients, Packing, Prepared
 from .records import options_of as options_of
 
 Views = tuple[Any, ...]
@@ -57,21 +57,7 @@ _OF_QKV = dict.fromkeys(("q", "k", "v"), "qkv") | dict.fromkeys(
 _OF_KV = dict.fromkeys(("k", "v"), "kv")
 
 
-class _Prepared(NamedTuple):
-    """The work of one kind of call, whose arrays and numbers passed all checks."""
-
-    allocate: Callable[[], list[Any]]
-    """Makes out, unless it is given, lse and the scratch, or None."""
-    launch: Callable[..., None] | None
-    """Enqueues the kernel, as `PreparedMhaForward.launch`; None without requests or queries."""
-    varlen: bool
-    """The kernel reads cu_seqlens."""
-    copied: tuple[bool, ...] | None
-    """Which of q, k and v kernels cannot walk; None: none."""
-    mixes_frameworks: bool
-
-
-_calls: Memo[_Prepared] = Memo(shared=True)
+_calls: Memo[Prepared] = Memo(shared=True)
 
 
 def read(arrays: DenseArrays, packing: Packing | None = None) -> tuple[Parts, Views]:
@@ -143,8 +129,8 @@ def attend(arrays: DenseArrays, options: DenseOptions, packing: Packing | None =
     call = _calls.get(key)
     if call is None or call.mixes_frameworks:
         call = call or _calls.keep(key, _prepare(parts, DenseArrays._make(views), options))
-        check_places(DenseArrays._fields, views, parts.aliases)
-    allocate, launch, varlen, copied, _ = call
+        check_places(DenseArrays._make(views)._asdict(), parts.aliases)
+    allocate, launch, copied, _, reads_starts = call
 
     if copied is not None and launch is not None:
         (q_ptr, k_ptr, v_ptr), copies = copy_where(copied, (q, k, v), ("q", "k", "v"), parts)
@@ -159,7 +145,7 @@ def attend(arrays: DenseArrays, options: DenseOptions, packing: Packing | None =
         # In the order of MhaForwardAddresses.
         addresses = (
             q_ptr, k_ptr, v_ptr, out_ptr, pointer(lse),
-            cu_seqlens_q[0] if varlen else 0, cu_seqlens_k[0] if varlen else 0,
+            cu_seqlens_q[0] if reads_starts else 0, cu_seqlens_k[0] if reads_starts else 0,
             0 if used_q is None else used_q[0], 0 if used_k is None else used_k[0],
             0 if sink is None else sink[0], 0 if slopes is None else slopes[0],
         )  # fmt: skip
@@ -250,7 +236,7 @@ def check_call(
             raise ValueError(f"{name}: expected less than 2**30 tokens, got shape {list(shape)}")
     check_arguments(of_others, views, sizes, aliases)
     alibi_stride_b = 0 if arrays.alibi_slopes is None else _check_slopes(arrays.alibi_slopes, sizes)
-    check_places([*views], [*views.values()], aliases)
+    check_places(views, aliases)
     softmax_scale = d_qk**-0.5 if options.softmax_scale is None else options.softmax_scale
     check_softcap(softmax_scale, options.softcap)
     total_q, total_k = q_shape[-3], k[1][-3]
@@ -318,7 +304,7 @@ def _check_slopes(slopes: Fields, sizes: Sizes) -> int:
     return stride_b
 
 
-def _prepare(parts: Parts, arrays: DenseArrays, options: DenseOptions) -> _Prepared:
+def _prepare(parts: Parts, arrays: DenseArrays, options: DenseOptions) -> Prepared:
     """Check a call, load its kernel and work out its parameters."""
     fields, copied = check_call(arrays, options, aliases=parts.aliases)
     _, q_shape, _, dtype, device, framework, _ = arrays.q
@@ -348,10 +334,10 @@ def _prepare(parts: Parts, arrays: DenseArrays, options: DenseOptions) -> _Prepa
     if b and fields["max_seqlen_q"]:
         prepared = mha_forward.PreparedMhaForward(MhaForwardCall(**fields), framework.capture_query(device))
         scratch_bytes, launch = prepared.scratch_bytes, prepared.launch
-    return _Prepared(
+    return Prepared(
         framework.allocator(results, scratch_bytes, device),
         launch,
-        fields["varlen"],
         copied,
-        mixes_frameworks(arrays),
+        mixes_frameworks(arrays._asdict()),
+        fields["varlen"],
     )

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..call.arguments import check_places, mixes_frameworks
 from ..call.arrays import READERS, address_of, is_array
@@ -14,21 +13,9 @@ from ..kernels.mha_forward import NO_BOUND, MhaForwardCall
 from .arguments import as_length
 from .forward import copy_where
 from .prefix_arrays import CACHE_DTYPES, PrefixArrays, PrefixOptions, check_arrays
+from .records import Prepared
 
-
-class _Prepared(NamedTuple):
-    """The work of one kind of call, whose arrays and numbers passed all checks."""
-
-    allocate: Callable[[], list[Any]]
-    """Makes the scratch, or None."""
-    launch: Callable[..., None] | None
-    """Enqueues the kernels, as `PreparedMhaForward.launch`; None: there is nothing to be done."""
-    copied: tuple[bool, ...] | None
-    """Which of q, k and v kernels cannot walk; None: none."""
-    mixes_frameworks: bool
-
-
-_calls: Memo[_Prepared] = Memo(shared=True)
+_calls: Memo[Prepared] = Memo(shared=True)
 
 
 def prefill(arrays: PrefixArrays, options: PrefixOptions) -> Any:
@@ -103,8 +90,8 @@ def prefill(arrays: PrefixArrays, options: PrefixOptions) -> Any:
             q, k, v, out, k_cache, v_cache, table, starts, lengths, k_scale, v_scale, slopes, sinks, out_scale
         )  # fmt: skip
         call = call or _calls.keep(key, _prepare(views, of_arrays, numbers))
-        check_places(views._fields, views)
-    allocate, launch, copied, _ = call
+        check_places(views._asdict())
+    allocate, launch, copied, _, _ = call
     if launch is None:
         return o
 
@@ -147,7 +134,7 @@ def _number_or_array(scale: Any, name: str) -> tuple[float | None, Any]:
     return as_softmax_scale(scale, name, "a number or a float32 array of one element"), None
 
 
-def _prepare(arrays: PrefixArrays, of_arrays: tuple[Any, ...], numbers: tuple[Any, ...]) -> _Prepared:
+def _prepare(arrays: PrefixArrays, of_arrays: tuple[Any, ...], numbers: tuple[Any, ...]) -> Prepared:
     """Check a call, load its kernel and work out its parameters."""
     fields, copied = check_arrays(arrays, *of_arrays)
     max_input_len, sm_scale, window, causal, skip_decode, k_scale, v_scale, fp8_out_scale = numbers
@@ -171,4 +158,4 @@ def _prepare(arrays: PrefixArrays, of_arrays: tuple[Any, ...], numbers: tuple[An
         )
         scratch_bytes, launch = prepared.scratch_bytes, prepared.launch
     allocate = framework.allocator([], scratch_bytes, device)
-    return _Prepared(allocate, launch, copied, mixes_frameworks(arrays))
+    return Prepared(allocate, launch, copied, mixes_frameworks(arrays._asdict()))

@@ -107,7 +107,7 @@ def check_arrays(
     check_arguments(_TABLE, arrays._asdict(), sizes)
     _check_scales(arrays)
     o_strides = _check_o(arrays, fp8_out, sizes)
-    check_places(arrays._fields, arrays)
+    check_places(arrays._asdict())
     itemsize = 2 if cache_dtype == "same" else 1
     cache_strides = [
         _check_cache_layout(name, view, itemsize)

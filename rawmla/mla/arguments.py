@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
 from ..call.arguments import Sizes, check_dtype, check_places, check_shape, row_strides
 from ..call.arrays import READERS
 from ..call.checks import INT32_MAX, as_int, check_no_overlap, strides_fit, usable_strides
-from ..call.frameworks import Fields, contiguous_strides
+from ..call.frameworks import Fields, NewArray, contiguous_strides
 from ..kernels.common import D_QK, D_ROPE, D_V, MAX_TOPK, Q_UNIT
-from ..kernels.mla_cache_rows import FORMATS, MODEL1
+from ..kernels.mla_cache_rows import FORMATS, MODEL1, CacheFormat
 from ..kernels.mla_sparse import Cache
-from .paged_cache import check_paged_cache
+
+BYTE_DTYPES = ("float8_e4m3fn", "uint8", "int8")
+"""The dtypes that the bytes of a quantised cache may have."""
+
+_UINT32_MAX = 2**32 - 1
 
 
 def check_head_dim_v(head_dim_v: Any, name: str = "head_dim_v") -> None:
@@ -48,13 +53,13 @@ def read_pair(q: tuple[Any, ...]) -> tuple[Fields, Fields]:
     return READERS[type(q_nope)](q_nope, "q"), READERS[type(q_rope)](q_rope, "q_rope")
 
 
-def check_q(arrays: Any, dims: str, dtypes: str, reason: str = "") -> Sizes:
+def check_q(arrays: Mapping[str, Any], dims: str, dtypes: str, reason: str = "") -> Sizes:
     """Check the q of a call, and that all arrays are on its device; returns the extents of q.
 
-    ``arrays`` is a NamedTuple by the names of the arguments. d_qk counts the columns of both arrays
-    of a pair.
+    ``arrays`` are by the names of the arguments. d_qk counts the columns of both arrays of a
+    pair.
     """
-    q, q_rope = arrays.q, arrays.q_rope
+    q, q_rope = arrays["q"], arrays["q_rope"]
     sizes = Sizes()
     check_dtype("q", q, dtypes, reason)
     check_shape("q", q, dims, sizes)
@@ -70,15 +75,15 @@ def check_q(arrays: Any, dims: str, dtypes: str, reason: str = "") -> Sizes:
         check_shape("q_rope", q_rope, dims.replace("d_qk", str(D_ROPE)), sizes)
     if prod(shape[:-1]) > INT32_MAX:
         raise ValueError(f"q: expected less than 2**31 rows (tokens times heads), got shape {list(shape)}")
-    check_places(arrays._fields, arrays)
+    check_places(arrays)
     return sizes
 
 
-def check_sparse_q(arrays: Any, dims: str, reason: str = "") -> Sizes:
+def check_sparse_q(arrays: Mapping[str, Any], dims: str, reason: str = "") -> Sizes:
     """Check the q of a sparse call as `check_q` does."""
     sizes = check_q(arrays, dims, "bfloat16", reason)
     if not sizes["h_q"]:
-        raise ValueError(f"q: expected at least 1 head, got shape {list(arrays.q[1])}")
+        raise ValueError(f"q: expected at least 1 head, got shape {list(arrays['q'][1])}")
     return sizes
 
 
@@ -137,18 +142,93 @@ def _walked(view: Fields) -> tuple[int, ...] | None:
     return usable[:-1] if usable[-1] == 1 and fits else None
 
 
-def out_strides(out: Fields) -> tuple[int, ...]:
-    """Check that kernels can write `out`, each element once; returns its strides but the last."""
+def out_of(q: Fields, out: Fields | None) -> tuple[list[NewArray], tuple[int, ...]]:
+    """List `out` as an array to be made, unless it is given; returns its strides but the last, too.
+
+    Kernels must be able to write a given one, each element once.
+    """
+    if out is None:
+        _, q_shape, _, dtype, *_ = q
+        made = (*q_shape[:-1], D_V)
+        return [(made, dtype)], contiguous_strides(made)[:-1]
     ptr, shape, strides, *_ = out
-    walked = usable_strides(shape, strides)[:-1] if 0 in shape else _walked(out)
+    if 0 in shape:
+        return [], usable_strides(shape, strides)[:-1]
+    walked = _walked(out)
     if walked is None:
         raise ValueError(
             "out: expected a 16-byte aligned address, a contiguous last dimension and other strides that are "
             f"positive multiples of 8, got address {ptr:#x}, strides {list(strides)} (elements)"
         )
-    if 0 not in shape:
-        check_no_overlap("out", shape, (*walked, 1))
-    return walked
+    check_no_overlap("out", shape, (*walked, 1))
+    return [], walked
+
+
+class PagedCache(NamedTuple):
+    """A cache `[num_blocks, page_block_size, 1, columns]` that passed the check; strides in bytes.
+
+    The addresses of all tokens are multiples of ``alignment``, which is 16 or 8.
+    """
+
+    format: CacheFormat
+    ptr: int
+    num_blocks: int
+    page_block_size: int
+    block_stride: int
+    token_stride: int
+    alignment: int
+
+
+def check_paged_cache(
+    name: str,
+    view: Fields,
+    formats: Sequence[CacheFormat],
+    *,
+    of: str = "",
+    least_alignment: int | None = None,
+) -> PagedCache:
+    """Check a cache that may be in any of these formats. Its dtype and last dimension say in which.
+
+    Tokens of a quantised cache follow each other within a block; all other strides are free, 0 among them.
+    ``of`` is the part of an error's text that says what chose these formats.
+    ``least_alignment``, in bytes, is for kernels that read quantised rows at less than their usual alignment.
+    """
+    ptr, shape, strides, dtype, _, _, _ = view
+    is_quantized = dtype in BYTE_DTYPES
+    itemsize = 1 if is_quantized else 2
+    fitting = {
+        format.token_bytes // itemsize: format for format in formats if format.is_quantized == is_quantized
+    }
+    if not fitting or not is_quantized and dtype != "bfloat16":
+        wanted = [*BYTE_DTYPES] if any(format.is_quantized for format in formats) else []
+        wanted += ["bfloat16"] if not all(format.is_quantized for format in formats) else []
+        raise TypeError(f"{name}: expected dtype {' or '.join(wanted)}{of}, got {dtype}")
+    if len(shape) != 4 or shape[2] != 1 or shape[3] not in fitting or not 0 < shape[1] <= INT32_MAX:
+        columns = " or ".join(map(str, fitting))
+        raise ValueError(
+            f"{name}: expected shape [num_blocks, page_block_size, 1, {columns}]{of}, with page_block_size "
+            f"at least 1, got {dtype} {list(shape)}"
+        )
+    format = fitting[shape[3]]
+    block_stride, token_stride, _, step = usable_strides(shape, strides)
+    if step != 1 or is_quantized and token_stride != shape[3]:
+        raise ValueError(
+            f"{name}: expected contiguous "
+            f"{'tokens (only the stride of blocks is free)' if is_quantized else 'columns'}, got strides "
+            f"{list(strides)} (elements) of shape {list(shape)}"
+        )
+    block_bytes = block_stride * itemsize
+    row_bytes = format.row_bytes if is_quantized else token_stride * itemsize
+    needed = least_alignment if is_quantized and least_alignment is not None else format.alignment
+    steps = ptr | block_bytes | row_bytes
+    alignment = 16 if not steps % 16 else 8 if not steps % 8 else 1
+    if alignment < needed or block_stride < 0 or not 0 <= row_bytes <= _UINT32_MAX:
+        raise ValueError(
+            f"{name}: expected an address and strides that are multiples of {needed} bytes, strides not "
+            f"negative and tokens less than 4 GiB apart, got address {ptr:#x}, strides {list(strides)} "
+            f"(elements) of shape {list(shape)}"
+        )
+    return PagedCache(format, ptr, shape[0], shape[1], block_bytes, row_bytes, alignment)
 
 
 def check_sparse_cache(name: str, view: Fields, d_qk: int, is_fp8_kvcache: bool) -> tuple[str, Cache, int]:

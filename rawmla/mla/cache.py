@@ -18,7 +18,7 @@ from ..call.checks import INT32_MAX, check_no_overlap, launch_place
 from ..errors import MissingDependencyError
 from ..kernels import mla_cache_gather, mla_cache_write
 from ..kernels.mla_cache_rows import CACHE_FORMATS, QUANTIZED, CacheFormat, padded_block_bytes
-from .paged_cache import PagedCache, check_paged_cache
+from .arguments import PagedCache, check_paged_cache
 
 _WRITE_TABLE = (
     Arg("kv_c", "bfloat16", "T d_nope", has_rows=True),
@@ -59,7 +59,7 @@ def quantize(k_cache: Any, layout: str, out: Any) -> Any:
         target = inspect(out, "out")
         given = _paged_cache("out", target, format)
         check_shape("out", target, f"num_blocks page_block_size 1 {format.token_bytes}", sizes)
-        check_places(("k_cache", "out"), (source, target))
+        check_places({"k_cache": source, "out": target})
         ptr, block_stride = given.ptr, given.block_stride
     if num_blocks:
         mla_cache_write.launch(
@@ -128,7 +128,7 @@ def write(kv_c: Any, k_pe: Any, kv_cache: Any, slot_mapping: Any) -> None:
     of_cache = f" for a cache of {target.dtype} with last dimension {target.shape[3]}"
     check_shape("kv_c", nope, f"T {format.d_nope}", sizes, of_cache)
     check_arguments(_WRITE_TABLE, views, sizes)
-    check_places([*views], [*views.values()])
+    check_places(views)
     (nope_step,), (rope_step,) = _int32_strides("kv_c", nope), _int32_strides("k_pe", rope)
     tokens = sizes["T"]
     if tokens > INT32_MAX:
@@ -169,7 +169,7 @@ def gather(
     }
     views = {"kv_cache": source, "block_table": table, **requests, "out": workspace}
     check_arguments(_GATHER_TABLE, views, Sizes(d_qk=d_qk))
-    check_places([*views], [*views.values()])
+    check_places(views)
     b, table_width = table.shape
     if max(table.shape) > INT32_MAX:
         raise ValueError(

@@ -6,7 +6,7 @@ finds its launch in a memo. Other calls are checked and prepared first.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..call.arguments import Arg, check_arguments, check_places, mixes_frameworks
 from ..call.arrays import READERS
@@ -16,32 +16,18 @@ from ..call.memo import Memo, kind_of
 from ..kernels import mla_dense_decode, mla_metadata
 from ..kernels.common import D_V, MAX_GRID_YZ, TILE_ROWS
 from ..kernels.mla_dense_decode import DenseDecodeCall, largest_dividend
-from .arguments import check_q, out_strides, q_strides, read_pair
+from .arguments import check_q, out_of, q_strides, read_pair
 from .plan import (
     GivenPlan,
     PreparedDecode,
     SchedConfig,
     check_config,
     check_plan,
-    compute_plan,
     fields_of,
+    make_plan,
     mark_plan,
     read_plan,
 )
-
-
-class _Arrays(NamedTuple):
-    """The arrays of a call by the names of the arguments; None: not given."""
-
-    q: Fields
-    q_rope: Fields | None  # RoPE of q, if it is an array of its own
-    k_cache: Fields
-    block_table: Fields
-    cache_seqlens: Fields
-    tile_scheduler_metadata: Fields | None  # None: of an empty object
-    num_splits: Fields | None
-    out: Fields | None
-
 
 _TABLE = (
     Arg("k_cache", "=q", "num_blocks page_block_size h_kv d_qk", has_rows=True),
@@ -98,11 +84,18 @@ def decode(
     call = _calls.get(key)
     if call is None or call.mixes_frameworks:
         rows_view, splits_view = plan_arrays.views if plan_arrays else (None, None)
-        arrays = _Arrays(
-            q_view, rope_view, k_view, table_view, lengths_view, rows_view, splits_view, out_view
-        )
+        arrays = {
+            "q": q_view,
+            "q_rope": rope_view,
+            "k_cache": k_view,
+            "block_table": table_view,
+            "cache_seqlens": lengths_view,
+            "tile_scheduler_metadata": rows_view,
+            "num_splits": splits_view,
+            "out": out_view,
+        }
         call = call or _calls.keep(key, _prepare(arrays, plan, softmax_scale, causal))
-        check_places(arrays._fields, arrays)
+        check_places(arrays)
     allocate, launch, q_is_copied, rope_bytes, _, num_parts, config, config_fields = call
     if holder is not None and holder.have_initialized:
         check_config(holder.config, config_fields)
@@ -115,7 +108,8 @@ def decode(
         q_ptr = framework.pointer(q_array)
     made = None
     if plan_arrays is None:
-        made = compute_plan(config, num_parts, mla_metadata.TokenCounts(lengths_ptr), device, framework)
+        tokens = mla_metadata.TokenCounts(lengths_ptr)
+        made = make_plan(q_view, config.b, num_parts, tokens, True, config.enable_batch_invariant)
         rows_ptr, splits_ptr = map(framework.pointer, made)
     else:
         rows_ptr, splits_ptr, _, _ = plan_arrays
@@ -136,23 +130,22 @@ def decode(
     return out, lse
 
 
-def _prepare(arrays: _Arrays, plan: GivenPlan, softmax_scale: float | None, causal: bool) -> PreparedDecode:
+def _prepare(
+    arrays: dict[str, Any], plan: GivenPlan, softmax_scale: float | None, causal: bool
+) -> PreparedDecode:
     """Check a call, load its kernels and work out their parameters."""
-    q = arrays.q
+    q = arrays["q"]
     _, _, _, dtype, device, framework, _ = q
     sizes = check_q(arrays, "b s_q h_q d_qk", "bfloat16 float16")
-    check_arguments(_TABLE, arrays._asdict(), sizes)
+    check_arguments(_TABLE, arrays, sizes)
     b, s_q, h_q, h_kv, d_qk = [sizes[dim] for dim in ("b", "s_q", "h_q", "h_kv", "d_qk")]
     page_block_size = sizes["page_block_size"]
     _check_heads(s_q, h_q, h_kv)
-    k_stride_block, k_stride_token, k_stride_head = _check_pages(arrays.k_cache)
-    strides = q_strides(q, arrays.q_rope, d_qk)
+    k_stride_block, k_stride_token, k_stride_head = _check_pages(arrays["k_cache"])
+    strides = q_strides(q, arrays["q_rope"], d_qk)
     max_seqlen = _max_seqlen(sizes["max_blocks"], page_block_size)
-    results = [((b, s_q, h_q, D_V), dtype), ((b, h_q, s_q), "float32")]
-    steps: tuple[int, ...] = (s_q * h_q * D_V, h_q * D_V, D_V)
-    if arrays.out is not None:
-        steps = out_strides(arrays.out)
-        del results[0]
+    results, steps = out_of(q, arrays["out"])
+    results.append(((b, h_q, s_q), "float32"))
     holder, *_, batch_invariant = plan
     config = SchedConfig(b, s_q, h_q, page_block_size, h_kv, causal, enable_batch_invariant=batch_invariant)
     num_parts = check_plan(plan, config, device, framework)
@@ -175,7 +168,7 @@ def _prepare(arrays: _Arrays, plan: GivenPlan, softmax_scale: float | None, caus
                 k_stride_block=k_stride_block,
                 k_stride_token=k_stride_token,
                 k_stride_head=k_stride_head,
-                block_table_stride=arrays.block_table[2][0],
+                block_table_stride=arrays["block_table"][2][0],
                 max_seqlen=max_seqlen,
                 num_parts=num_parts,
                 object_layout=holder is not None,

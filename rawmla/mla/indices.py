@@ -38,7 +38,7 @@ def convert(
         raise ValueError(f"indices: expected shape [T, topk] or [b, s_q, topk], got {list(positions.shape)}")
     views = {"indices": positions, "block_table": table, "request_ids": ids, "out": target}
     check_arguments(_TABLES[len(positions.shape)], views)
-    check_places([*views], [*views.values()])
+    check_places(views)
     *row_shape, topk = positions.shape
     n, s_q = row_shape[0], row_shape[1] if len(row_shape) == 2 else 1
     if n * s_q > INT32_MAX or topk > MAX_TOPK:

@@ -37,7 +37,7 @@ def merge(outs: Sequence[Any], lses: Sequence[Any], out: Any) -> tuple[Any, Any]
     table += [Arg(name, "float32", of_lse) for name in of_lses]
     arrays = {**views, **of_lses}
     check_arguments(table, arrays)
-    check_places([*arrays], [*arrays.values()])
+    check_places(arrays)
     out_strides = {name: _out_strides(name, view) for name, view in views.items()}
     parts = [
         State(views[f"outs[{i}]"].ptr, view.ptr, out_strides[f"outs[{i}]"], _lse_strides(view))

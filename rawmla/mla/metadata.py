@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..call.arguments import Sizes, check_dtype, check_shape, row_strides
+from ..call.arguments import Arg, check_arguments, check_places
 from ..call.arrays import inspect
-from ..call.checks import as_count
+from ..call.checks import as_count, launch_place
 from ..kernels import mla_metadata
 from ..kernels.common import BLOCK_TOKENS, MAX_TOPK, ceil_div
-from .plan import FlashMLASchedMeta, check_plan_arrays, count_parts, empty_arrays, is_plan_object
+from .plan import IDLE, FlashMLASchedMeta, check_plan_arrays, count_parts, is_plan_object, make_plan
+
+_TABLE = (Arg("cache_seqlens", "int32", "b", has_rows=True),)
 
 
 def compute(
@@ -23,12 +25,7 @@ def compute(
 ) -> tuple[Any, Any]:
     """Run `rawmla.get_mla_metadata` with arguments."""
     lengths = inspect(cache_seqlens, "cache_seqlens")
-    device, framework = lengths.device, lengths.framework
-    sizes = Sizes()
-    check_dtype("cache_seqlens", lengths, "int32")
-    check_shape("cache_seqlens", lengths, "b", sizes)
-    row_strides("cache_seqlens", lengths)
-    b = sizes["b"]
+    b = check_arguments(_TABLE, {"cache_seqlens": lengths})["b"]
     if b > mla_metadata.MAX_BATCH:
         raise ValueError(f"cache_seqlens: expected at most {mla_metadata.MAX_BATCH} requests, got {b}")
     h_kv = as_count("num_heads_k", num_heads_k)
@@ -55,39 +52,29 @@ def compute(
         check_topk_of(plan, topk)
     is_new = out is None or plan is not None and is_empty(plan)
     if is_new:
-        num_parts = count_parts(device, rows_q // h_q, h_q, h_kv, topk is not None)
-        rows, splits = empty_arrays(framework, num_parts, b, device)
-        rows_ptr, splits_ptr = framework.pointer(rows), framework.pointer(splits)
-        splits_length = b + 1
+        num_parts = count_parts(lengths.device, rows_q // h_q, h_q, h_kv, topk is not None)
+        rows, splits = make_plan(lengths, b, num_parts, tokens, plan is not None, batch_invariant)
     else:
         rows, splits = given_arrays(out)
-        rows_view, splits_view = inspect(rows, "out[0]"), inspect(splits, "out[1]")
-        rows_ptr, splits_ptr = rows_view.ptr, splits_view.ptr
-        num_parts = check_plan_arrays(
-            rows_view, splits_view, b, device, framework, "cache_seqlens", ("out[0]", "out[1]")
-        )
-        splits_length = splits_view.shape[0]
-
-    if b:
-        mla_metadata.launch(
-            device=device,
-            stream=framework.current_stream(device),
-            capturing=framework.capture_query(device),
-            tokens=tokens,
-            b=b,
-            num_parts=num_parts,
-            sched_meta=rows_ptr,
-            num_splits=splits_ptr,
-            splits_length=splits_length,
-            object_layout=plan is not None,
-            batch_invariant=batch_invariant,
-        )
-    else:
-        # begin < 0: every partition is idle, whatever the batch of the call that reads it. Given arrays may
-        # be of another framework.
-        for array, name, value in ((rows, "out[0]", -1), (splits, "out[1]", 0)):
-            view = inspect(array, name)
-            view.framework.fill(view.array, value)
+        names = ("out[0]", "out[1]")
+        given_rows, given_splits = inspect(rows, names[0]), inspect(splits, names[1])
+        check_places({"cache_seqlens": lengths, names[0]: given_rows, names[1]: given_splits})
+        num_parts = check_plan_arrays(given_rows, given_splits, b, names)
+        if b:
+            mla_metadata.launch(
+                **launch_place(lengths),
+                tokens=tokens,
+                b=b,
+                num_parts=num_parts,
+                sched_meta=given_rows.ptr,
+                num_splits=given_splits.ptr,
+                splits_length=given_splits.shape[0],
+                object_layout=plan is not None,
+                batch_invariant=batch_invariant,
+            )
+        else:
+            given_rows.framework.fill(given_rows.array, IDLE)  # perhaps another framework than of lengths
+            given_splits.framework.fill(given_splits.array, 0)
     if plan is None:
         return rows, splits
     if is_new:

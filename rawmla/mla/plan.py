@@ -14,7 +14,7 @@ from weakref import ref
 from .. import jit
 from ..call.arguments import Arg, Sizes, check_arguments, check_dtype
 from ..call.arrays import READERS, address_of, is_array, read_given
-from ..call.checks import INT32_MAX, check_place
+from ..call.checks import INT32_MAX
 from ..call.frameworks import Fields, Framework
 from ..kernels import mla_metadata
 from ..kernels.common import BLOCK_TOKENS, MAX_GRID_YZ
@@ -100,6 +100,9 @@ class FlashMLASchedMeta:
     enable_batch_invariant: bool = False
 
 
+IDLE = -1
+"""The begin of a partition without work, whatever the batch of the call that reads it."""
+
 _PLAN_FIELDS = ("have_initialized", "config", "tile_scheduler_metadata", "num_splits")
 """The fields that make an object of any library a plan."""
 
@@ -158,7 +161,7 @@ def read_plan(tile_scheduler_metadata: Any, num_splits: Any, batch_invariant: bo
     elif num_splits is None:
         refuse_what_is_no_plan(rows)
         refuse_no_splits()
-    return plan, _find_arrays(rows, num_splits) or _read_arrays(rows, num_splits), batch_invariant
+    return plan, _read_arrays(rows, num_splits), batch_invariant
 
 
 _latest: tuple[ref[Any], ref[Any], Callable[[Any], int], tuple[Any, ...], PlanArrays] | None = None
@@ -167,36 +170,26 @@ read of them. It is replaced as a whole, so threads see one plan or another.
 """
 
 
-def _find_arrays(rows: Any, num_splits: Any) -> PlanArrays | None:
-    """Find what was read of these arrays, if they belong to the latest plan.
-
-    All layers of a decoding step share a plan. To recognise its arrays by identity, address and shape takes
-    half the time of reading them. Strides that change in place, but not the shape, stay unnoticed.
-    """
-    latest = _latest
-    if latest is None:
-        return None
-    old_rows, old_splits, pointer, state, found = latest
-    if old_rows() is rows is not None and old_splits() is num_splits is not None:
-        if (pointer(rows), pointer(num_splits), rows.shape, num_splits.shape) == state:
-            return found
-    return None
-
-
 def _read_arrays(rows: Any, num_splits: Any) -> PlanArrays:
     """Read the arrays of a plan, and remember them by weak references.
 
-    An array of another library is not remembered, because its view belongs to an array made for this call.
+    All layers of a decoding step share a plan. To recognise its arrays by identity, address and shape takes
+    half the time of reading them. Strides that change in place, but not the shape, stay unnoticed. An array
+    of another library is not remembered, because its view belongs to an array made for this call.
     """
     global _latest
+    if _latest is not None:
+        old_rows, old_splits, pointer, state, found = _latest
+        if old_rows() is rows is not None and old_splits() is num_splits is not None:
+            if (pointer(rows), pointer(num_splits), rows.shape, num_splits.shape) == state:
+                return found
     if type(rows) not in READERS:
         refuse_what_is_no_plan(rows)
     views = (
         READERS[type(rows)](rows, "tile_scheduler_metadata"),
         READERS[type(num_splits)](num_splits, "num_splits"),
     )
-    (rows_ptr, rows_shape, *_, owner), (splits_ptr, splits_shape, *_, splits_owner) = views
-    framework = views[0][5]
+    (rows_ptr, rows_shape, *_, framework, owner), (splits_ptr, splits_shape, *_, splits_owner) = views
     found = PlanArrays(rows_ptr, splits_ptr, (rows_ptr & 15, views[0][1:6], views[1][1:6]), views)
     if owner is rows and splits_owner is num_splits and views[1][5] is framework:
         kept = found._replace(views=((*views[0][:6], None), (*views[1][:6], None)))
@@ -219,7 +212,7 @@ def check_plan(plan: GivenPlan, config: SchedConfig, device: int, framework: Fra
         raise ValueError(
             f"q: expected at most {MAX_GRID_YZ} requests with a batch-invariant plan, got {config.b}"
         )
-    return check_plan_arrays(*arrays.views, config.b, device, framework, "q")
+    return check_plan_arrays(*arrays.views, config.b)
 
 
 def is_plan_object(given: Any) -> TypeGuard[FlashMLASchedMeta]:
@@ -291,24 +284,35 @@ def _load_kernel(config: SchedConfig, device: int, framework: Framework) -> int:
     return num_parts
 
 
-def compute_plan(
-    config: SchedConfig, num_parts: int, tokens: mla_metadata.TokenCounts, device: int, framework: Framework
+def make_plan(
+    given: Fields,
+    b: int,
+    num_parts: int,
+    tokens: mla_metadata.TokenCounts,
+    object_layout: bool,
+    batch_invariant: bool,
 ) -> tuple[Any, Any]:
-    """Make the two arrays of an empty object and enqueue their computation. The object stays as it is."""
-    rows, num_splits = empty_arrays(framework, num_parts, config.b, device)
-    mla_metadata.launch(
-        device=device,
-        stream=framework.current_stream(device),
-        capturing=framework.capture_query(device),
-        tokens=tokens,
-        b=config.b,
-        num_parts=num_parts,
-        sched_meta=framework.pointer(rows),
-        num_splits=framework.pointer(num_splits),
-        splits_length=config.b + 1,
-        object_layout=True,
-        batch_invariant=config.enable_batch_invariant,
-    )
+    """Make the two arrays of a plan where the array ``given`` is, and enqueue their computation."""
+    _, _, _, _, device, framework, _ = given
+    rows = framework.empty((num_parts, mla_metadata.PLAN_COLUMNS), "int32", device)
+    num_splits = framework.empty((b + 1,), "int32", device)
+    if b:
+        mla_metadata.launch(
+            device=device,
+            stream=framework.current_stream(device),
+            capturing=framework.capture_query(device),
+            tokens=tokens,
+            b=b,
+            num_parts=num_parts,
+            sched_meta=framework.pointer(rows),
+            num_splits=framework.pointer(num_splits),
+            splits_length=b + 1,
+            object_layout=object_layout,
+            batch_invariant=batch_invariant,
+        )
+    else:
+        framework.fill(rows, IDLE)
+        framework.fill(num_splits, 0)
     return rows, num_splits
 
 
@@ -352,12 +356,7 @@ def plan_object(
         enable_batch_invariant=enable_batch_invariant,
     )
     num_parts = _load_kernel(config, device, framework)
-    if b:
-        return compute_plan(config, num_parts, tokens, device, framework)
-    rows, num_splits = empty_arrays(framework, num_parts, b, device)
-    framework.fill(rows, -1)  # idle, as in `get_mla_metadata`
-    framework.fill(num_splits, 0)
-    return rows, num_splits
+    return make_plan(given, b, num_parts, tokens, object_layout=True, batch_invariant=enable_batch_invariant)
 
 
 def mark_plan(plan: FlashMLASchedMeta, config: SchedConfig, made: tuple[Any, Any] | None) -> None:
@@ -409,12 +408,9 @@ def check_plan_arrays(
     rows: Fields,
     num_splits: Fields,
     b: int,
-    device: int,
-    framework: Framework,
-    reference: str,
     names: tuple[str, str] = ("tile_scheduler_metadata", "num_splits"),
 ) -> int:
-    """Check the two arrays of a plan for `b` requests; returns the number of partitions."""
+    """Check the two arrays of a plan for `b` requests, but their places; returns the number of partitions."""
     of_rows, of_splits = names
     check_dtype(of_rows, rows, "int32")
     ptr, shape, strides, *_ = rows
@@ -435,8 +431,6 @@ def check_plan_arrays(
         raise ValueError(f"{of_splits}: expected shape [n] with n >= b + 1 = {b + 1}, got {list(shape)}")
     if strides[0] != 1 and b > 0:
         raise ValueError(f"{of_splits}: expected a contiguous array, got stride {strides[0]} (elements)")
-    check_place(of_rows, rows, device, framework, reference)
-    check_place(of_splits, num_splits, device, framework, reference)
     return num_parts
 
 
@@ -446,11 +440,3 @@ def count_parts(device: int, s_q: int, h_q: int, h_kv: int, is_sparse: bool) -> 
     if is_sparse:
         return mla_metadata.num_sm_parts_sparse(sm_count, s_q, h_q)
     return mla_metadata.num_sm_parts(sm_count, s_q, h_q, h_kv)
-
-
-def empty_arrays(framework: Framework, num_parts: int, b: int, device: int) -> tuple[Any, Any]:
-    """Make the two arrays of a plan, which are still to be computed."""
-    return (
-        framework.empty((num_parts, mla_metadata.PLAN_COLUMNS), "int32", device),
-        framework.empty((b + 1,), "int32", device),
-    )

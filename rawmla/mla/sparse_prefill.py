@@ -28,21 +28,9 @@ from ..kernels import mla_metadata, mla_sparse_prefill
 from ..kernels.common import D_V
 from ..kernels.mla_sparse import Cache
 from ..kernels.mla_sparse_prefill import PrefillAddresses, SparsePrefillCall
-from .arguments import check_sparse_cache, check_sparse_q, out_strides, q_strides, read_pair, with_selection
+from .arguments import check_sparse_cache, check_sparse_q, out_of, q_strides, read_pair, with_selection
 
 _LSE_FACTORS = {"2": 1.0, "e": log(2.0)}
-
-
-class _Arrays(NamedTuple):
-    """The arrays of a call by the names of the arguments; None: not given."""
-
-    q: Fields
-    q_rope: Fields | None  # RoPE of q, if it is an array of its own
-    kv: Fields
-    indices: Fields
-    topk_length: Fields | None
-    attn_sink: Fields | None
-    out: Fields | None
 
 
 class _Prepared(NamedTuple):
@@ -110,10 +98,18 @@ def prefill(
     )  # fmt: skip
     call = _calls.get(key)
     if call is None or call.mixes_frameworks:
-        arrays = _Arrays(q_view, rope_view, kv_view, indices_view, length_view, sink_view, out_view)
+        arrays = {
+            "q": q_view,
+            "q_rope": rope_view,
+            "kv": kv_view,
+            "indices": indices_view,
+            "topk_length": length_view,
+            "attn_sink": sink_view,
+            "out": out_view,
+        }
         options = softmax_scale, lse_factor, is_fp8_kvcache, enable_batch_invariant
         call = call or _calls.keep(key, _prepare(arrays, *options))
-        check_places(arrays._fields, arrays)
+        check_places(arrays)
     allocate, launch, q_is_copied, rope_bytes, _ = call
     if launch is None:
         *results, max_logits, lse, _ = allocate()
@@ -166,25 +162,26 @@ def _rows_of_kv(kv: Fields, d_qk: int) -> Cache:
 
 
 def _prepare(
-    arrays: _Arrays, softmax_scale: float, lse_factor: float, is_fp8_kvcache: bool, batch_invariant: bool
+    arrays: dict[str, Any],
+    softmax_scale: float,
+    lse_factor: float,
+    is_fp8_kvcache: bool,
+    batch_invariant: bool,
 ) -> _Prepared:
     """Check a call, load its kernels and work out their parameters."""
-    q = arrays.q
+    q = arrays["q"]
     _, _, _, dtype, device, framework, _ = q
     sizes = check_sparse_q(arrays, "s_q h_q d_qk")
-    check_arguments(_TABLE, arrays._asdict(), sizes)
+    check_arguments(_TABLE, arrays, sizes)
     s_q, h_q, d_qk = sizes["s_q"], sizes["h_q"], sizes["d_qk"]
     if is_fp8_kvcache:
-        format, cache, load_bytes = check_sparse_cache("kv", arrays.kv, d_qk, is_fp8_kvcache)
+        format, cache, load_bytes = check_sparse_cache("kv", arrays["kv"], d_qk, is_fp8_kvcache)
     else:
-        format, cache, load_bytes = "bf16", _rows_of_kv(arrays.kv, d_qk), 16
-    cache = with_selection(cache, "indices", arrays.indices)
-    strides = q_strides(q, arrays.q_rope, d_qk)
-    results = [((s_q, h_q, D_V), dtype), ((s_q, h_q), "float32"), ((s_q, h_q), "float32")]
-    steps: tuple[int, ...] = (h_q * D_V, D_V)
-    if arrays.out is not None:
-        steps = out_strides(arrays.out)
-        del results[0]
+        format, cache, load_bytes = "bf16", _rows_of_kv(arrays["kv"], d_qk), 16
+    cache = with_selection(cache, "indices", arrays["indices"])
+    strides = q_strides(q, arrays["q_rope"], d_qk)
+    results, steps = out_of(q, arrays["out"])
+    results += [((s_q, h_q), "float32")] * 2
     scratch_bytes, launch = 0, None
     if s_q:
         prepared = mla_sparse_prefill.prepare(
@@ -202,7 +199,7 @@ def _prepare(
                 num_parts=mla_metadata.num_sm_parts_sparse(jit.device_info(device).sm_count, 1, h_q),
                 softmax_scale=softmax_scale,
                 lse_factor=lse_factor,
-                limited=arrays.topk_length is not None,
+                limited=arrays["topk_length"] is not None,
                 batch_invariant=batch_invariant,
             ),
             framework.capture_query(device),
