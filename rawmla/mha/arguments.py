@@ -139,6 +139,16 @@ def of_three(strides: tuple[int, ...]) -> tuple[int, int, int]:
     return request, token, head
 
 
+def read_strides(*views: Any) -> tuple[list[tuple[int, int, int]], tuple[bool, ...]]:
+    """Strides in which kernels read arrays, 0 for None, and which of the arrays have to be copied first."""
+    strides, copied = [], []
+    for view in views:
+        steps = (0, 0, 0) if view is None else walked(view)
+        copied.append(steps is None)
+        strides.append(of_three(steps or aligned_strides(tuple(view[1]))[:-1]))
+    return strides, tuple(copied)
+
+
 def order_of(shape: tuple[int, ...], strides: tuple[int, ...]) -> list[int]:
     """Sort the dimensions of q but the last by their strides, for a fresh out.
 

@@ -6,12 +6,12 @@ from typing import Any
 
 from ..call.arguments import check_places, mixes_frameworks
 from ..call.arrays import READERS, address_of
-from ..call.frameworks import NewArray, aligned_strides
+from ..call.frameworks import NewArray
 from ..call.memo import Memo, kind_of
 from ..kernels import mha_backward
 from ..kernels.mha_backward import BackwardAddresses, BackwardCall
 from ..kernels.mha_backward_variants import Needs
-from .arguments import check_out_layout, fresh_out_strides, of_three, walked
+from .arguments import check_out_layout, fresh_out_strides, of_three, read_strides
 from .forward import check_call, copy_where, read
 from .records import DenseArrays, DenseOptions, Gradients, Prepared
 from .records import options_of as options_of
@@ -85,12 +85,8 @@ def _prepare(arrays: DenseArrays, gradients: Gradients, options: DenseOptions, n
     """Check a call, load its kernels and work out their parameters."""
     fields, of_inputs = check_call(arrays, options, gradients)
     device, framework = arrays.q[4], arrays.q[5]
-    copied = [*(of_inputs or (False,) * 3)]
-    for name in ("dout", "out"):
-        view = getattr(gradients, name)
-        steps = walked(view)
-        copied.append(steps is None)
-        fields[f"{name}_strides"] = of_three(aligned_strides(tuple(view[1]))[:-1] if steps is None else steps)
+    (fields["dout_strides"], fields["out_strides"]), of_rows = read_strides(gradients.dout, gradients.out)
+    copied = of_inputs + of_rows
     fields["dlse_strides"] = (0, 0, 0)
     for name, view in (("lse", gradients.lse), ("dlse", gradients.dlse)):
         if view is not None:
@@ -125,6 +121,6 @@ def _prepare(arrays: DenseArrays, gradients: Gradients, options: DenseOptions, n
     return Prepared(
         framework.allocator(results, scratch_bytes, device),
         launch,
-        tuple(copied) if any(copied) else None,
+        copied if any(copied) else None,
         mixes_frameworks({**arrays._asdict(), **gradients._asdict()}),
     )

@@ -20,7 +20,7 @@ from ..call.arguments import (
 )
 from ..call.arrays import READERS
 from ..call.checks import INT32_MAX
-from ..call.frameworks import Fields, NewArray, aligned_strides
+from ..call.frameworks import Fields, NewArray
 from ..call.memo import Memo, kind_of
 from ..kernels import mha_forward
 from ..kernels.common import FLOAT_DTYPES
@@ -32,7 +32,7 @@ from .arguments import (
     fresh_out_strides,
     of_three,
     packed_parts,
-    walked,
+    read_strides,
 )
 from .records import DenseArrays, DenseOptions, Gradients, Packing, Prepared
 from .records import options_of as options_of
@@ -207,11 +207,11 @@ def check_call(
     options: DenseOptions,
     gradients: Gradients = _NO_GRADIENTS,
     aliases: Mapping[str, str] = SEPARATE.aliases,
-) -> tuple[dict[str, Any], tuple[bool, ...] | None]:
+) -> tuple[dict[str, Any], tuple[bool, ...]]:
     """Check the arrays and the numbers of a forward or a backward call.
 
     Returns the fields that `MhaForwardCall` and `BackwardCall` share, and which of q, k and v have to be
-    copied, None for none.
+    copied.
     """
     q, k, v = arrays[:3]
     _, q_shape, _, dtype, device, *_ = q
@@ -242,11 +242,7 @@ def check_call(
     total_q, total_k = q_shape[-3], k[1][-3]
     max_q, max_k = options.max_seqlens or (total_q, total_k)
     left, right = options.window
-    steps = [walked(view) for view in (q, k, v)]
-    q_strides, k_strides, v_strides = [
-        of_three(aligned_strides(tuple(view[1]))[:-1] if step is None else step)
-        for view, step in zip((q, k, v), steps, strict=True)
-    ]
+    (q_strides, k_strides, v_strides), copied = read_strides(q, k, v)
     fields = dict(
         device=device,
         dtype=dtype,
@@ -272,7 +268,7 @@ def check_call(
         has_alibi=arrays.alibi_slopes is not None,
         alibi_stride_b=alibi_stride_b,
     )
-    return fields, tuple([step is None for step in steps]) if None in steps else None
+    return fields, copied
 
 
 def _check_starts(arrays: DenseArrays, aliases: Mapping[str, str]) -> Sizes:
@@ -337,7 +333,7 @@ def _prepare(parts: Parts, arrays: DenseArrays, options: DenseOptions) -> Prepar
     return Prepared(
         framework.allocator(results, scratch_bytes, device),
         launch,
-        copied,
+        copied if any(copied) else None,
         mixes_frameworks(arrays._asdict()),
         fields["varlen"],
     )

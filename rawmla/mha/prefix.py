@@ -9,10 +9,10 @@ from ..call.arrays import READERS, address_of, is_array
 from ..call.checks import as_bool, as_int, as_softmax_scale, show
 from ..call.memo import Memo
 from ..kernels import mha_forward
-from ..kernels.mha_forward import NO_BOUND, MhaForwardCall
+from ..kernels.mha_forward import NO_BOUND
 from .arguments import as_length
 from .forward import copy_where
-from .prefix_arrays import CACHE_DTYPES, PrefixArrays, PrefixOptions, check_arrays
+from .prefix_arrays import CACHE_DTYPES, PrefixArrays, PrefixOptions, check_call
 from .records import Prepared
 
 _calls: Memo[Prepared] = Memo(shared=True)
@@ -51,8 +51,7 @@ def prefill(arrays: PrefixArrays, options: PrefixOptions) -> Any:
     if cache_dtype != "same":
         k_number, k_scale = _number_or_array(given_k_scale, "k_scale")
         v_number, v_scale = _number_or_array(given_v_scale, "v_scale")
-    fp8_out = given_out_scale is not None
-    if fp8_out:
+    if given_out_scale is not None:
         out_number, out_scale = _number_or_array(given_out_scale, "fp8_out_scale")
     q, out = READERS[type(q)](q, "q"), READERS[type(o)](o, "o")
     if k is not None:
@@ -73,11 +72,13 @@ def prefill(arrays: PrefixArrays, options: PrefixOptions) -> Any:
     if out_scale is not None:
         out_scale = READERS[type(out_scale)](out_scale, "fp8_out_scale")
     q_ptr, q_shape, q_steps, dtype, device, framework, _ = q
-    of_arrays = (kv_cache_dtype, pack, is_block_table_ptr, fp8_out)
-    numbers = (max_input_len, sm_scale, window, causal, skip_decode, k_number, v_number, out_number)
+    checked = (
+        kv_cache_dtype, None, max_input_len, window, sm_scale, skip_decode, is_block_table_ptr, pack, causal
+    )  # fmt: skip
+    scales = k_number, v_number, out_number
     # The key has what checks depend on, as in dense decoding.
     key = (
-        of_arrays, numbers,
+        checked, scales,
         q_ptr & 15, q_shape, q_steps, dtype, device, framework,
         out[0] & 15, out[1:6], k and (k[0] & 15, k[1:6]), v and (v[0] & 15, v[1:6]),
         k_cache[0] & 15, k_cache[1:6], v_cache[0] & 15, v_cache[1:6], table[1:6], starts[1:6], lengths[1:6],
@@ -89,7 +90,7 @@ def prefill(arrays: PrefixArrays, options: PrefixOptions) -> Any:
         views = PrefixArrays(
             q, k, v, out, k_cache, v_cache, table, starts, lengths, k_scale, v_scale, slopes, sinks, out_scale
         )  # fmt: skip
-        call = call or _calls.keep(key, _prepare(views, of_arrays, numbers))
+        call = call or _calls.keep(key, _prepare(views, PrefixOptions._make(checked), scales))
         check_places(views._asdict())
     allocate, launch, copied, _, _ = call
     if launch is None:
@@ -134,28 +135,13 @@ def _number_or_array(scale: Any, name: str) -> tuple[float | None, Any]:
     return as_softmax_scale(scale, name, "a number or a float32 array of one element"), None
 
 
-def _prepare(arrays: PrefixArrays, of_arrays: tuple[Any, ...], numbers: tuple[Any, ...]) -> Prepared:
+def _prepare(arrays: PrefixArrays, options: PrefixOptions, scales: tuple[float | None, ...]) -> Prepared:
     """Check a call, load its kernel and work out its parameters."""
-    fields, copied = check_arrays(arrays, *of_arrays)
-    max_input_len, sm_scale, window, causal, skip_decode, k_scale, v_scale, fp8_out_scale = numbers
+    call, copied = check_call(arrays, options, scales)
     _, _, _, _, device, framework, _ = arrays.q
-    max_query_len = min(max_input_len, fields["total_q"])
     scratch_bytes, launch = 0, None
-    if fields["b"] and max_query_len >= (2 if skip_decode else 1):
-        fields["cache"] = fields["cache"]._replace(
-            skip_decode=skip_decode, k_scale=k_scale, v_scale=v_scale, out_scale=fp8_out_scale
-        )
-        prepared = mha_forward.PreparedMhaForward(
-            MhaForwardCall(
-                **fields,
-                max_seqlen_q=max_query_len,
-                max_seqlen_k=max_query_len,
-                softmax_scale=fields["d_qk"] ** -0.5 if sm_scale is None else sm_scale,
-                window_left=window,
-                window_right=0 if causal else NO_BOUND,
-            ),
-            framework.capture_query(device),
-        )
+    if call.b and call.max_seqlen_q >= (2 if options.skip_decode else 1):
+        prepared = mha_forward.PreparedMhaForward(call, framework.capture_query(device))
         scratch_bytes, launch = prepared.scratch_bytes, prepared.launch
     allocate = framework.allocator([], scratch_bytes, device)
-    return Prepared(allocate, launch, copied, mixes_frameworks(arrays._asdict()))
+    return Prepared(allocate, launch, copied if any(copied) else None, mixes_frameworks(arrays._asdict()))

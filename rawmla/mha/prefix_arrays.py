@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 
 from ..call.arguments import Arg, Sizes, check_arguments, check_dtype, check_places, check_shape
 from ..call.checks import STRIDE_LIMIT
-from ..call.frameworks import Fields, aligned_strides, contiguous_strides
+from ..call.frameworks import Fields, contiguous_strides
 from ..kernels.common import FLOAT_DTYPES
-from ..kernels.mha_forward import NO_BOUND
+from ..kernels.mha_forward import NO_BOUND, MhaForwardCall
 from ..kernels.paged_cache import PagedCache
-from .arguments import check_head_dim, check_out_layout, of_three, walked
+from .arguments import check_head_dim, check_out_layout, of_three, read_strides, walked
 
 CACHE_DTYPES = {
     "auto": "same",
@@ -72,15 +72,18 @@ _TABLE = (
 _REQUESTS = (Arg("b_seq_len", "int32", "b", has_rows=True),)
 
 
-def check_arrays(
-    arrays: PrefixArrays, kv_cache_dtype: str, pack: int, is_block_table_ptr: bool, fp8_out: bool
-) -> tuple[dict[str, Any], tuple[bool, ...] | None]:
-    """Check the arrays of a call, which are read, against each other.
+def check_call(
+    arrays: PrefixArrays, options: PrefixOptions, scales: tuple[float | None, ...]
+) -> tuple[MhaForwardCall, tuple[bool, ...]]:
+    """Check the arrays of a call, which are read, against each other; options are checked already.
 
-    Returns fields of a `MhaForwardCall`, whose cache is without numbers of the call, and which of q, k and v
-    have to be copied, None for none.
+    ``scales`` are k_scale, v_scale and fp8_out_scale where these are numbers. Returns the call of the kernel,
+    and which of q, k and v have to be copied.
     """
-    q, own = arrays.q, (arrays.k, arrays.v)
+    kv_cache_dtype, _, max_input_len, window, sm_scale, skip_decode, has_pointers, pack, causal = options
+    k_scale, v_scale, out_scale = scales
+    fp8_out = out_scale is not None or arrays.fp8_out_scale is not None
+    q = arrays.q
     sizes = Sizes()
     check_dtype("q", q, "bfloat16 float16", " (float32 is not supported yet)")
     check_shape("q", q, "tokens h_q d", sizes)
@@ -99,7 +102,7 @@ def check_arrays(
         raise ValueError(
             f"interleaved_v_pack_factor: expected 0 or a divisor of the block_size {block_size}, got {pack}"
         )
-    if is_block_table_ptr:
+    if has_pointers:
         check_dtype("b_loc", arrays.b_loc, "int64", " with is_block_table_ptr")
     check_arguments(_REQUESTS, arrays._asdict(), sizes)
     b = sizes["b"]
@@ -113,15 +116,12 @@ def check_arrays(
         _check_cache_layout(name, view, itemsize)
         for name, view in (("k_cache", arrays.k_cache), ("v_cache", arrays.v_cache))
     ]
-    if is_block_table_ptr and not cache_strides[0][0]:
+    if has_pointers and not cache_strides[0][0]:
         raise ValueError("k_cache: expected a positive stride of blocks with is_block_table_ptr, got 0")
     _, (_, columns), (row_stride, _), table_dtype, *_ = arrays.b_loc
-    steps = [(0, 0) if view is None else walked(view) for view in (q, *own)]
-    q_strides, k_strides, v_strides = [
-        of_three(aligned_strides((tokens, heads, d))[:-1] if step is None else step)
-        for heads, step in zip((h_q, h_kv, h_kv), steps, strict=True)
-    ]
-    fields = dict(
+    (q_strides, k_strides, v_strides), copied = read_strides(q, arrays.k, arrays.v)
+    max_query_len = min(max_input_len, tokens)
+    call = MhaForwardCall(
         device=device,
         dtype=dtype,
         b=b,
@@ -131,6 +131,8 @@ def check_arrays(
         d_qk=d,
         d_v=d,
         varlen=True,
+        max_seqlen_q=max_query_len,
+        max_seqlen_k=max_query_len,
         total_q=tokens,
         total_k=0 if arrays.k is None else tokens,
         q_strides=q_strides,
@@ -138,9 +140,12 @@ def check_arrays(
         v_strides=v_strides,
         out_strides=of_three(o_strides),
         lse_strides=(0, tokens),
-        out_is_aligned=walked(arrays.o, 1 if fp8_out else 2) is not None,
+        softmax_scale=d**-0.5 if sm_scale is None else sm_scale,
+        window_left=window,
+        window_right=0 if causal else NO_BOUND,
         sink_dtype=None if arrays.sinks is None else arrays.sinks[3],
         has_alibi=arrays.alibi_slopes is not None,
+        out_is_aligned=walked(arrays.o, 1 if fp8_out else 2) is not None,
         cache=PagedCache(
             dtype=cache_dtype,
             num_blocks=sizes["num_blocks"],
@@ -152,16 +157,16 @@ def check_arrays(
             table_stride=row_stride if b > 1 else columns,
             table_columns=columns,
             table_bytes=8 if table_dtype == "int64" else 4,
-            table_has_pointers=is_block_table_ptr,
+            table_has_pointers=has_pointers,
             own_in_cache=arrays.k is None,
-            skip_decode=False,
-            k_scale=None,
-            v_scale=None,
+            skip_decode=skip_decode,
+            k_scale=k_scale,
+            v_scale=v_scale,
             out_fp8=fp8_out,
-            out_scale=None,
+            out_scale=out_scale,
         ),
     )
-    return fields, tuple([step is None for step in steps]) if None in steps else None
+    return call, copied
 
 
 def _check_caches(arrays: PrefixArrays, kv_cache_dtype: str, sizes: Sizes) -> str:
