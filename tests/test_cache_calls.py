@@ -326,7 +326,11 @@ BAD_CALLS += [
         (change("request_ids", dtype="int64"), TypeError, "request_ids: expected dtype int32, got int64"),
         (change("request_ids", shape=(6,)), ValueError, r"request_ids: expected shape \[5\]"),
         (change("out", dtype="int64"), TypeError, "out: expected dtype int32, got int64"),
-        (change("out", shape=(5, 2, 99)), ValueError, r"out: expected shape \[5, 2, 100\], the shape of in"),
+        (
+            change("out", shape=(5, 2, 99)),
+            ValueError,
+            r"out: expected shape \[5, 2, 100\] \(b of indices, s_q of in",
+        ),
         (change("out", strides=(200, 90, 1)), ValueError, "out: expected positive strides and elements that"),
         (change("out", device=1), ValueError, "out: expected .* cuda:0, the device of indices"),
     )
@@ -390,7 +394,7 @@ BAD_CALLS += [
         (
             change_part("lses", 1, shape=(2, 3, 8)),
             ValueError,
-            r"lses\[1\]: expected shape \[2, 8, 3\] for outs",
+            r"lses\[1\]: expected shape \[2, 8, 3\] \(b of outs",
         ),
         (change_part("lses", 1, device=1), ValueError, r"lses\[1\]: expected an array on device cuda:0"),
         (

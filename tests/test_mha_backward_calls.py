@@ -227,7 +227,7 @@ def test_heads_that_are_too_wide(world: World, d_qk: int, d_v: int, name: str) -
         ("dout", "[3, 5, 8, 64]", change("dout", shape=OUT)),
         ("out", "[3, 5, 8, 64]", change("out", shape=(B, S_Q, H_Q, D_QK))),
         ("dlse", "[3, 8, 5]", put("dlse", FakeArray((B, H_Q, 1), "float32"))),
-        ("k", "3 requests", change("k", shape=(1, S_K, H_KV, D_QK))),
+        ("k", "[3, s_k, h_kv, 128] (b of q, d_qk of q)", change("k", shape=(1, S_K, H_KV, D_QK))),
     ),
 )
 def test_bad_backward_call_of_fixed_lengths(

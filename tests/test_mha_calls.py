@@ -118,12 +118,18 @@ BAD_CALLS: list[Case] = [
     ("q float32", "q", TypeError, ("float32 is not supported yet",), change("q", dtype="float32")),
     ("q float64", "q", TypeError, ("bfloat16 or float16", "float64"), change("q", dtype="float64")),
     ("q int32", "q", TypeError, ("bfloat16 or float16", "int32"), change("q", dtype="int32")),
-    ("k fp16", "k", TypeError, ("bfloat16, that of q", "float16"), change("k", dtype="float16")),
-    ("v float32", "v", TypeError, ("bfloat16, that of q", "float32"), change("v", dtype="float32")),
+    ("k fp16", "k", TypeError, ("bfloat16, the dtype of q", "float16"), change("k", dtype="float16")),
+    ("v float32", "v", TypeError, ("bfloat16, the dtype of q", "float32"), change("v", dtype="float32")),
     ("q 4-D", "q", ValueError, ("[total_q, h_q, d_qk]", "[1, 40"), change("q", shape=(1, *Q))),
     ("q 2-D", "q", ValueError, ("[total_q, h_q, d_qk]", "[8, 128]"), change("q", shape=Q[1:])),
-    ("k 2-D", "k", ValueError, ("[total_k, h_kv, d_qk]", "[2, 128]"), change("k", shape=K[1:])),
-    ("v 4-D", "v", ValueError, ("[total_k, h_kv, d_v]",), change("v", shape=(1, *V))),
+    (
+        "k 2-D",
+        "k",
+        ValueError,
+        ("[total_k, h_kv, 128] (d_qk of q)", "[2, 128]"),
+        change("k", shape=K[1:]),
+    ),
+    ("v 4-D", "v", ValueError, ("[56, 2, d_v] (total_k of k, h_kv of k)",), change("v", shape=(1, *V))),
     (
         "d_qk 264",
         "q",
@@ -134,9 +140,15 @@ BAD_CALLS: list[Case] = [
     ("d_qk 0", "q", ValueError, ("1 to 256", "got 0"), change("q", shape=(TOTAL_Q, H_Q, 0))),
     ("d_v 257", "v", ValueError, ("1 to 256", "257"), change("v", shape=(TOTAL_K, H_KV, 257))),
     ("d_v 0", "v", ValueError, ("1 to 256", "got 0"), change("v", shape=(TOTAL_K, H_KV, 0))),
-    ("d_qk of k", "k", ValueError, ("128, that of q", "64"), change("k", shape=(TOTAL_K, H_KV, 64))),
-    ("tokens of v", "v", ValueError, ("that of k", "55"), change("v", shape=(55, H_KV, D_V))),
-    ("heads of v", "v", ValueError, ("that of k", "[56, 4,"), change("v", shape=(TOTAL_K, 4, D_V))),
+    (
+        "d_qk of k",
+        "k",
+        ValueError,
+        ("[total_k, h_kv, 128]", "[56, 2, 64]"),
+        change("k", shape=(TOTAL_K, H_KV, 64)),
+    ),
+    ("tokens of v", "v", ValueError, ("[56, 2, d_v]", "[55, 2, 64]"), change("v", shape=(55, H_KV, D_V))),
+    ("heads of v", "v", ValueError, ("[56, 2, d_v]", "[56, 4,"), change("v", shape=(TOTAL_K, 4, D_V))),
     ("h_q no multiple", "q", ValueError, ("h_q 7", "h_kv 2"), change("q", shape=(TOTAL_Q, 7, D_QK))),
     ("no query heads", "q", ValueError, ("h_q 0", "h_kv 2"), change("q", shape=(TOTAL_Q, 0, D_QK))),
     (
@@ -162,8 +174,8 @@ BAD_CALLS: list[Case] = [
         (f"{name} strided", name, ValueError, ("contiguous", "2"), change(name, strides=(2,)))
         for name in (*LENGTHS, "attn_sink")
     ],
-    ("cu_seqlens_q 2-D", "cu_seqlens_q", ValueError, ("[b + 1]",), change("cu_seqlens_q", shape=(2, 4))),
-    ("cu_seqlens_q empty", "cu_seqlens_q", ValueError, ("[b + 1]",), change("cu_seqlens_q", shape=(0,))),
+    ("cu_seqlens_q 2-D", "cu_seqlens_q", ValueError, ("[b+1]",), change("cu_seqlens_q", shape=(2, 4))),
+    ("cu_seqlens_q empty", "cu_seqlens_q", ValueError, ("[b+1]",), change("cu_seqlens_q", shape=(0,))),
     ("cu_seqlens_k short", "cu_seqlens_k", ValueError, ("[4]", "[3]"), change("cu_seqlens_k", shape=(B,))),
     ("seqused_q long", "seqused_q", ValueError, ("[3]", "[4]"), change("seqused_q", shape=(B + 1,))),
     ("seqused_k long", "seqused_k", ValueError, ("[3]", "[4]"), change("seqused_k", shape=(B + 1,))),
@@ -280,9 +292,19 @@ def test_bad_call_after_a_good_one(world: World) -> None:
     ("argument", "kind", "text", "spoil"),
     (
         ("q", ValueError, "[b, s_q, h_q, d_qk]", change("q", shape=Q)),
-        ("k", ValueError, "[b, s_k, h_kv, d_qk]", change("k", shape=K)),
-        ("k", ValueError, "3 requests (b is that of q)", change("k", shape=(1, S_K, H_KV, D_QK))),
-        ("v", ValueError, "[3, 7, 2, 'd_v']", change("v", shape=(B, S_Q, H_KV, D_V))),
+        ("k", ValueError, "[3, s_k, h_kv, 128] (b of q, d_qk of q)", change("k", shape=K)),
+        (
+            "k",
+            ValueError,
+            "[3, s_k, h_kv, 128] (b of q, d_qk of q)",
+            change("k", shape=(1, S_K, H_KV, D_QK)),
+        ),
+        (
+            "v",
+            ValueError,
+            "[3, 7, 2, d_v] (b of q, s_k of k, h_kv of k)",
+            change("v", shape=(B, S_Q, H_KV, D_V)),
+        ),
         ("q", ValueError, "2**30 tokens", change("q", shape=(B, 2**29, H_Q, D_QK))),
         ("alibi_slopes", ValueError, "[8] or [3, 8]", put("alibi_slopes", FakeArray((2, H_Q), "float32"))),
         ("out", ValueError, "[3, 5, 8, 64]", put("out", out_array())),
@@ -339,8 +361,14 @@ def test_bad_call_of_fixed_lengths(
         ),
         ("kv", "kv", ValueError, "[total, 2, h, d]", packed_kv(56, 3, 2, 128)),
         ("kv", "kv", ValueError, "[total, h, d_qk + d_v] or", packed_kv(56, 128)),
-        ("kv", "kv", ValueError, "128, that of q", packed_kv(56, 2, 2, 64)),
-        ("kv", "kv", ValueError, "128, that of q", packed_kv(56, 2, 192) | {"head_dim_qk": 64}),
+        ("kv", "kv", ValueError, "[total_k, h_kv, 128] (d_qk of q)", packed_kv(56, 2, 2, 64)),
+        (
+            "kv",
+            "kv",
+            ValueError,
+            "[total_k, h_kv, 128] (d_qk of q)",
+            packed_kv(56, 2, 192) | {"head_dim_qk": 64},
+        ),
         ("kv", "head_dim_qk", ValueError, "got None", packed_kv(56, 2, 192)),
         ("kv", "q", ValueError, "h_q 8 and h_kv 3", packed_kv(56, 2, 3, 128)),
     ),
@@ -985,11 +1013,6 @@ class TestRepeatedCalls:
         with pytest.raises(TypeError, match="^cu_seqlens_q: expected a torch tensor"):
             rawmla.flash_attn_varlen_func(**fixed(), max_seqlen_q=S_Q, max_seqlen_k=S_K)
         assert len(world.mha) == 1
-
-    def test_scale_that_is_the_default(self, world: World) -> None:
-        call(plain())
-        call(plain(), softmax_scale=D_QK**-0.5)
-        assert self.prepared(world) == [0, 0]
 
 
 class TestWarmup:

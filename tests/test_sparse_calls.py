@@ -223,7 +223,7 @@ BAD_CALLS: list[Case] = [
             f"{name} {what}",
             name,
             ValueError,
-            (f"[{B}, {S_Q}, topk]", str(list(shape))),
+            (f"[{B}, {S_Q}, {'topk' if name == 'indices' else 'extra_topk'}]", str(list(shape))),
             change(name, shape=shape),
         )
         for name, width in CHOSEN

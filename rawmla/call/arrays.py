@@ -79,24 +79,11 @@ def address_of(view: Fields | None) -> int:
 
 
 def inspect(x: Any, name: str) -> ArrayView:
-    """View of an array argument.
+    """View of an array argument, whose ``name`` starts the text of every error.
 
-    Parameters
-    ----------
-    x : array
-        A torch CUDA tensor, a CuPy array, or any object with `__dlpack__` and `__dlpack_device__` in CUDA
-        memory.
-    name : str
-        The argument's name, which starts the text of every error.
-
-    Raises
-    ------
-    TypeError
-        `x` is no such array, or a kind of tensor without strides or memory.
-    ValueError
-        `x` is not in CUDA memory, or its memory holds its values with the other sign.
-    MissingDependencyError
-        `x` is a DLPack array of another library and CuPy is not installed.
+    It is a torch CUDA tensor, a CuPy array, or any object with `__dlpack__` and `__dlpack_device__` in CUDA
+    memory. A `TypeError` says that it is no such array, or a tensor without strides or memory. A `ValueError`
+    says that it is not in CUDA memory, or that its memory holds its values with the other sign.
     """
     return ArrayView(*READERS[type(x)](x, name))
 

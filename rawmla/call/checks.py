@@ -19,28 +19,6 @@ import numpy as np
 from .arrays import ArrayView
 from .frameworks import Fields, Framework
 
-__all__ = [
-    "INT32_MAX",
-    "STRIDE_LIMIT",
-    "as_bool",
-    "as_count",
-    "as_int",
-    "as_scale",
-    "as_softmax_scale",
-    "check_kind",
-    "check_no_overlap",
-    "check_place",
-    "check_streams",
-    "check_vector",
-    "mixes_frameworks",
-    "launch_place",
-    "row_strides",
-    "same_place",
-    "show",
-    "strides_fit",
-    "usable_strides",
-]
-
 INT32_MAX = 2**31 - 1
 STRIDE_LIMIT = 2**40  # bytes: strides of a tensor map are below
 _MIN_SCALE, _MAX_SCALE = 2.0**-126, 2.0**127  # times log2(e), normal numbers of float32
@@ -77,7 +55,7 @@ def as_softmax_scale(
     """
     if softmax_scale.__class__ is float and _MIN_SCALE <= softmax_scale <= _MAX_SCALE:
         return softmax_scale
-    scale = _as_float(name, softmax_scale, wanted)
+    scale = as_float(name, softmax_scale, wanted)
     if not _MIN_SCALE <= scale <= _MAX_SCALE:
         raise ValueError(
             f"{name}: expected a finite float32 greater than 0 ({_MIN_SCALE:.2g} to {_MAX_SCALE:.2g}), "
@@ -88,7 +66,7 @@ def as_softmax_scale(
 
 def as_scale(scale: Any) -> float:
     """The `scale` of flex attention as a float that is finite in float32, also times log2(e)."""
-    number = _as_float("scale", scale, "a float or None")
+    number = as_float("scale", scale, "a float or None")
     if not -_MAX_SCALE <= number <= _MAX_SCALE:
         raise ValueError(
             f"scale: expected a finite float32 of magnitude {_MAX_SCALE:.2g} at most, got {number}"
@@ -96,7 +74,7 @@ def as_scale(scale: Any) -> float:
     return number
 
 
-def _as_float(name: str, value: Any, wanted: str) -> float:
+def as_float(name: str, value: Any, wanted: str) -> float:
     """`value` as a float if it is a number; an integer that is too large for one is an infinity."""
     if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, float, np.integer, np.floating)):
         raise TypeError(f"{name}: expected {wanted}, got {show(value)}")
@@ -104,17 +82,6 @@ def _as_float(name: str, value: Any, wanted: str) -> float:
         return float(value)
     except OverflowError:
         return math.inf if value > 0 else -math.inf
-
-
-def check_vector(name: str, view: Fields, dtypes: tuple[str, ...], length: int, meaning: str) -> None:
-    """Check a contiguous array of one dimension; `meaning` says where its length comes from."""
-    _, shape, strides, dtype, _, _, _ = view
-    if dtype not in dtypes:
-        raise TypeError(f"{name}: expected dtype {' or '.join(dtypes)}, got {dtype}")
-    if tuple(shape) != (length,):
-        raise ValueError(f"{name}: expected shape [{length}] ({meaning}), got {list(shape)}")
-    if length > 1 and strides[0] != 1:
-        raise ValueError(f"{name}: expected a contiguous array, got stride {strides[0]} (elements)")
 
 
 def check_kind(name: str, view: Fields, dtype: str, shape: tuple[int, ...]) -> None:
@@ -147,29 +114,6 @@ def check_place(name: str, view: Fields, device: int, framework: Framework, refe
         )
 
 
-def mixes_frameworks(views: Any) -> bool:
-    """Whether some of the arrays are of another framework than q, for `check_streams`."""
-    framework = views.q[5]
-    return any(view is not None and view[5] is not framework for view in views)
-
-
-def check_streams(views: Any, device: int, framework: Framework) -> None:
-    """Check again, as in every call, that arrays of other frameworks than q's are on its stream.
-
-    ``views`` is a NamedTuple of the arrays by the names of the arguments.
-    """
-    for view, name in zip(views, views._fields, strict=True):
-        if view is not None:
-            _, _, _, _, _, given_framework, _ = view
-            if given_framework is not framework:
-                check_place(name, view, device, framework, "q")
-
-
-def same_place(name: str, view: ArrayView, other: ArrayView, other_name: str) -> None:
-    """`check_place` of `view`, with `other` as the reference."""
-    check_place(name, tuple(view), other.device, other.framework, other_name)
-
-
 def launch_place(view: ArrayView) -> dict[str, Any]:
     """Where a kernel that is called for an array is launched: arguments of the kernels' host sides."""
     return {
@@ -196,16 +140,6 @@ def strides_fit(ptr: int, shape: Sequence[int], strides: Sequence[int]) -> bool:
     """
     steps = [stride for extent, stride in zip(shape[:-1], strides[:-1], strict=True) if extent > 1]
     return not ptr & 15 and all(0 < step < STRIDE_LIMIT // 2 and not step & 7 for step in steps)
-
-
-def row_strides(name: str, view: ArrayView) -> tuple[int, ...]:
-    """Usable strides of all dimensions but the last, which must be contiguous."""
-    usable = usable_strides(view.shape, view.strides)
-    if usable[-1] != 1:
-        raise ValueError(
-            f"{name}: expected a contiguous last dimension, got strides {list(view.strides)} (elements)"
-        )
-    return usable[:-1]
 
 
 def check_no_overlap(name: str, shape: Sequence[int], strides: Sequence[int]) -> None:

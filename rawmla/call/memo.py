@@ -6,12 +6,9 @@ parameters are worked out. The next call of the kind finds them by a key of shap
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from .frameworks import Fields
-
-__all__ = ["Memo", "PreparedCall", "clear_all", "kind_of"]
 
 Value = TypeVar("Value")
 
@@ -54,18 +51,6 @@ def clear_all() -> None:
         memo.latest = None, None
 
 
-class PreparedCall(NamedTuple):
-    """The work of one kind of call."""
-
-    allocate: Callable[[], list[Any]]
-    """Makes the results that the caller did not give, in order, and the scratch, or None, after them."""
-    launch: Callable[..., None]
-    """Enqueues the kernels: (stream, addresses of the arrays, address of the scratch)."""
-
-
 def kind_of(view: Fields | None) -> tuple[Any, ...] | None:
     """List what checks of an optional array depend on: its view, but the alignment alone of its address."""
-    if view is None:
-        return None
-    ptr, shape, strides, dtype, device, framework, _ = view
-    return ptr & 15, shape, strides, dtype, device, framework
+    return view and (view[0] & 15, view[1:6])

@@ -9,6 +9,7 @@ import numpy as np
 
 from ..call.checks import (
     STRIDE_LIMIT,
+    as_float,
     as_int,
     as_softmax_scale,
     check_no_overlap,
@@ -18,29 +19,10 @@ from ..call.checks import (
 from ..call.frameworks import Fields, aligned_strides
 from ..kernels.mha_forward import NO_BOUND
 
-__all__ = [
-    "MAX_HEAD_DIM",
-    "NO_WINDOW",
-    "as_length",
-    "as_softcap",
-    "as_window",
-    "check_chunk",
-    "check_dropout",
-    "check_head_dim",
-    "check_out_layout",
-    "check_softcap",
-    "either",
-    "fresh_out_strides",
-    "order_of",
-    "packed_parts",
-    "walked",
-]
-
 MAX_HEAD_DIM = 256
 NO_WINDOW = (-1, -1)
 """The default of window_size."""
 FLOAT32_MAX = float(np.finfo(np.float32).max)
-_NUMBERS = (int, float, np.integer, np.floating)
 
 
 def either(name: str, value: Any, alias: str, alias_value: Any) -> Any:
@@ -60,8 +42,7 @@ def as_length(name: str, value: Any) -> int:
 
 def check_dropout(dropout_p: Any) -> None:
     """Refuse any dropout."""
-    _check_number("dropout_p", "0.0", dropout_p)
-    if dropout_p != 0:
+    if as_float("dropout_p", dropout_p, "0.0") != 0:
         raise ValueError(f"dropout_p: expected 0.0, as there is no dropout, got {dropout_p}")
 
 
@@ -76,17 +57,11 @@ def check_chunk(attention_chunk: Any) -> None:
         )
 
 
-def _check_number(name: str, expected: str, value: Any) -> None:
-    if isinstance(value, (bool, np.bool_)) or not isinstance(value, _NUMBERS):
-        raise TypeError(f"{name}: expected {expected}, got {show(value)}")
-
-
 def as_softcap(softcap: Any) -> float:
     """`softcap` as a float: 0 for none, or positive and one in float32."""
     if softcap.__class__ is float and softcap == 0.0:
         return 0.0
-    _check_number("softcap", "a float", softcap)
-    if softcap == 0:
+    if as_float("softcap", softcap, "a float") == 0:
         return 0.0
     return as_softmax_scale(softcap, "softcap", "a float")
 
@@ -156,6 +131,22 @@ def walked(view: Fields, itemsize: int = 2, alignment: int = 16) -> tuple[int, .
         else:
             steps.append(stride)
     return tuple(steps)
+
+
+def of_three(strides: tuple[int, ...]) -> tuple[int, int, int]:
+    """With 0 for the requests where an array has no dimension for them."""
+    request, token, head = (0, *strides)[-3:]
+    return request, token, head
+
+
+def read_strides(*views: Any) -> tuple[list[tuple[int, int, int]], tuple[bool, ...]]:
+    """Strides in which kernels read arrays, 0 for None, and which of the arrays have to be copied first."""
+    strides, copied = [], []
+    for view in views:
+        steps = (0, 0, 0) if view is None else walked(view)
+        copied.append(steps is None)
+        strides.append(of_three(steps or aligned_strides(tuple(view[1]))[:-1]))
+    return strides, tuple(copied)
 
 
 def order_of(shape: tuple[int, ...], strides: tuple[int, ...]) -> list[int]:

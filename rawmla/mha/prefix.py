@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..call.arrays import READERS, is_array
-from ..call.checks import as_bool, as_int, as_softmax_scale, check_streams, show
-from ..call.memo import Memo, PreparedCall
+from ..call.arguments import check_places, mixes_frameworks
+from ..call.arrays import READERS, address_of, is_array
+from ..call.checks import as_bool, as_int, as_softmax_scale, show
+from ..call.memo import Memo
 from ..kernels import mha_forward
-from ..kernels.mha_forward import NO_BOUND, MhaForwardCall
+from ..kernels.mha_forward import NO_BOUND
 from .arguments import as_length
-from .forward import SEPARATE, copies_of, kinds_of
-from .prefix_arrays import CACHE_DTYPES, PrefixArrays, PrefixChecked, PrefixOptions, check_arrays
+from .forward import copy_where
+from .prefix_arrays import CACHE_DTYPES, PrefixArrays, PrefixOptions, check_call
+from .records import Prepared
 
-__all__ = ["prefill"]
+_calls: Memo[Prepared] = Memo(shared=True)
 
 
 def prefill(arrays: PrefixArrays, options: PrefixOptions) -> Any:
@@ -49,67 +51,64 @@ def prefill(arrays: PrefixArrays, options: PrefixOptions) -> Any:
     if cache_dtype != "same":
         k_number, k_scale = _number_or_array(given_k_scale, "k_scale")
         v_number, v_scale = _number_or_array(given_v_scale, "v_scale")
-    fp8_out = given_out_scale is not None
-    if fp8_out:
+    if given_out_scale is not None:
         out_number, out_scale = _number_or_array(given_out_scale, "fp8_out_scale")
-    q_view = READERS[type(q)](q, "q")
-    views = (
-        q_view,
-        None if k is None else READERS[type(k)](k, "k"),
-        None if v is None else READERS[type(v)](v, "v"),
-        READERS[type(o)](o, "o"),
-        READERS[type(k_cache)](k_cache, "k_cache"),
-        READERS[type(v_cache)](v_cache, "v_cache"),
-        READERS[type(table)](table, "b_loc"),
-        READERS[type(starts)](starts, "b_start_loc"),
-        READERS[type(lengths)](lengths, "b_seq_len"),
-        None if k_scale is None else READERS[type(k_scale)](k_scale, "k_scale"),
-        None if v_scale is None else READERS[type(v_scale)](v_scale, "v_scale"),
-        None if slopes is None else READERS[type(slopes)](slopes, "alibi_slopes"),
-        None if sinks is None else READERS[type(sinks)](sinks, "sinks"),
-        None if out_scale is None else READERS[type(out_scale)](out_scale, "fp8_out_scale"),
-    )
-    of_arrays = (kv_cache_dtype, pack, is_block_table_ptr, fp8_out)
-    kind = (kinds_of(views), of_arrays)
-    latest_kind, checked = _checked.latest
-    if latest_kind != kind:
-        checked = _checked.get(kind) or _checked.keep(kind, check_arrays(PrefixArrays(*views), *of_arrays))
-        _checked.latest = kind, checked
-    b, copied, has_others, default_scale, _, calls = checked
-    _, (tokens, *_), _, _, device, framework, _ = q_view
-    if has_others:
-        check_streams(PrefixArrays(*views), device, framework)
-    max_query_len = min(max_input_len, tokens)
-    if not b or max_query_len < (2 if skip_decode else 1):
+    q, out = READERS[type(q)](q, "q"), READERS[type(o)](o, "o")
+    if k is not None:
+        k, v = READERS[type(k)](k, "k"), READERS[type(v)](v, "v")
+    k_cache = READERS[type(k_cache)](k_cache, "k_cache")
+    v_cache = READERS[type(v_cache)](v_cache, "v_cache")
+    table = READERS[type(table)](table, "b_loc")
+    starts = READERS[type(starts)](starts, "b_start_loc")
+    lengths = READERS[type(lengths)](lengths, "b_seq_len")
+    if k_scale is not None:
+        k_scale = READERS[type(k_scale)](k_scale, "k_scale")
+    if v_scale is not None:
+        v_scale = READERS[type(v_scale)](v_scale, "v_scale")
+    if slopes is not None:
+        slopes = READERS[type(slopes)](slopes, "alibi_slopes")
+    if sinks is not None:
+        sinks = READERS[type(sinks)](sinks, "sinks")
+    if out_scale is not None:
+        out_scale = READERS[type(out_scale)](out_scale, "fp8_out_scale")
+    q_ptr, q_shape, q_steps, dtype, device, framework, _ = q
+    checked = (
+        kv_cache_dtype, None, max_input_len, window, sm_scale, skip_decode, is_block_table_ptr, pack, causal
+    )  # fmt: skip
+    scales = k_number, v_number, out_number
+    # The key has what checks depend on, as in dense decoding.
+    key = (
+        checked, scales,
+        q_ptr & 15, q_shape, q_steps, dtype, device, framework,
+        out[0] & 15, out[1:6], k and (k[0] & 15, k[1:6]), v and (v[0] & 15, v[1:6]),
+        k_cache[0] & 15, k_cache[1:6], v_cache[0] & 15, v_cache[1:6], table[1:6], starts[1:6], lengths[1:6],
+        k_scale and k_scale[1:6], v_scale and v_scale[1:6], slopes and slopes[1:6], sinks and sinks[1:6],
+        out_scale and out_scale[1:6],
+    )  # fmt: skip
+    call = _calls.get(key)
+    if call is None or call.mixes_frameworks:
+        views = PrefixArrays(
+            q, k, v, out, k_cache, v_cache, table, starts, lengths, k_scale, v_scale, slopes, sinks, out_scale
+        )  # fmt: skip
+        call = call or _calls.keep(key, _prepare(views, PrefixOptions._make(checked), scales))
+        check_places(views._asdict())
+    allocate, launch, copied, _, _ = call
+    if launch is None:
         return o
 
-    key = (
-        max_query_len, default_scale if sm_scale is None else sm_scale, window, causal, skip_decode,
-        k_number, v_number, out_number,
-    )  # fmt: skip
-    call = calls.get(key) or calls.keep(key, _prepare(checked, key, PrefixArrays(*views)))
-    addresses = [0 if view is None else view[0] for view in views]
+    k_ptr, v_ptr = address_of(k), address_of(v)
     if copied is not None:
-        copies = copies_of(SEPARATE, copied, views[:3])  # alive until the launch
-        for i, copy in enumerate(copies):
-            if copy is not None:
-                _, addresses[i] = copy
-    (scratch,) = call.allocate()
-    scratch_ptr = 0 if scratch is None else framework.pointer(scratch)
-    (
-        q_ptr, k_ptr, v_ptr, o_ptr, k_cache_ptr, v_cache_ptr, table_ptr, start_loc, seq_len, k_scale_ptr,
-        v_scale_ptr, slopes_ptr, sinks_ptr, out_scale_ptr,
-    ) = addresses  # fmt: skip
+        (q_ptr, k_ptr, v_ptr), copies = copy_where(
+            copied, (q, k, v), ("q", "k", "v")
+        )  # alive until the launch
+    (scratch,) = allocate()
     # In the order of MhaForwardAddresses.
-    addresses = [
-        q_ptr, k_ptr, v_ptr, o_ptr, 0, start_loc, 0, 0, seq_len, sinks_ptr, slopes_ptr, table_ptr,
-        k_cache_ptr, v_cache_ptr, k_scale_ptr, v_scale_ptr, out_scale_ptr,
-    ]  # fmt: skip
-    call.launch(framework.current_stream(device), tuple(addresses), scratch_ptr)
+    addresses = (
+        q_ptr, k_ptr, v_ptr, out[0], 0, starts[0], 0, 0, lengths[0], address_of(sinks), address_of(slopes),
+        table[0], k_cache[0], v_cache[0], address_of(k_scale), address_of(v_scale), address_of(out_scale),
+    )  # fmt: skip
+    launch(framework.current_stream(device), addresses, 0 if scratch is None else framework.pointer(scratch))
     return o
-
-
-_checked: Memo[PrefixChecked] = Memo(shared=True)
 
 
 def _as_window(sliding_window: Any) -> int:
@@ -136,33 +135,13 @@ def _number_or_array(scale: Any, name: str) -> tuple[float | None, Any]:
     return as_softmax_scale(scale, name, "a number or a float32 array of one element"), None
 
 
-def _prepare(checked: PrefixChecked, key: tuple[Any, ...], arrays: PrefixArrays) -> PreparedCall:
-    """Load the kernel of a call and work out its parameters."""
-    max_query_len, sm_scale, window, causal, skip_decode, k_scale, v_scale, fp8_out_scale = key
-    _, (tokens, *_), _, dtype, device, framework, _ = arrays.q
-    of_arrays = checked.sizes._asdict()
-    of_arrays["cache"] = checked.sizes.cache._replace(
-        skip_decode=skip_decode, k_scale=k_scale, v_scale=v_scale, out_scale=fp8_out_scale
-    )
-    prepared = mha_forward.PreparedMhaForward(
-        MhaForwardCall(
-            **of_arrays,
-            device=device,
-            dtype=dtype,
-            b=checked.b,
-            k_batches=checked.b,
-            varlen=True,
-            max_seqlen_q=max_query_len,
-            max_seqlen_k=max_query_len,
-            total_q=tokens,
-            total_k=0 if arrays.k is None else tokens,
-            lse_strides=(0, tokens),
-            softmax_scale=sm_scale,
-            window_left=window,
-            window_right=0 if causal else NO_BOUND,
-            sink_dtype=None if arrays.sinks is None else arrays.sinks[3],
-            has_alibi=arrays.alibi_slopes is not None,
-        ),
-        framework.capture_query(device),
-    )
-    return PreparedCall(framework.allocator([], prepared.scratch_bytes, device), prepared.launch)
+def _prepare(arrays: PrefixArrays, options: PrefixOptions, scales: tuple[float | None, ...]) -> Prepared:
+    """Check a call, load its kernel and work out its parameters."""
+    call, copied = check_call(arrays, options, scales)
+    _, _, _, _, device, framework, _ = arrays.q
+    scratch_bytes, launch = 0, None
+    if call.b and call.max_seqlen_q >= (2 if options.skip_decode else 1):
+        prepared = mha_forward.PreparedMhaForward(call, framework.capture_query(device))
+        scratch_bytes, launch = prepared.scratch_bytes, prepared.launch
+    allocate = framework.allocator([], scratch_bytes, device)
+    return Prepared(allocate, launch, copied if any(copied) else None, mixes_frameworks(arrays._asdict()))

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ..call.checks import as_bool, as_softmax_scale
 from .arguments import NO_WINDOW, as_length, as_softcap, as_window, check_chunk, check_dropout
-
-__all__ = ["DenseArrays", "DenseOptions", "Gradients", "Packing", "Window", "options_of"]
 
 Window = tuple[int | None, int | None]
 
@@ -48,6 +47,21 @@ class Packing(NamedTuple):
     name: str
     parts: int  # in the array: 3, or 2
     head_dim_qk: Any
+
+
+class Prepared(NamedTuple):
+    """The work of one kind of call, whose arrays and numbers passed all checks."""
+
+    allocate: Callable[[], list[Any]]
+    """Makes the results that the caller did not give, in order, and the scratch, or None, after them."""
+    launch: Callable[..., None] | None
+    """Enqueues the kernels: (stream, addresses, address of the scratch). None: nothing to compute."""
+    copied: tuple[bool, ...] | None
+    """Which inputs kernels cannot walk, in the order of their addresses; None: none."""
+    mixes_frameworks: bool
+    """Some arrays are of another framework than q."""
+    reads_starts: bool = True
+    """The kernel reads cu_seqlens."""
 
 
 class DenseOptions(NamedTuple):

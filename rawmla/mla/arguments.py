@@ -2,39 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Any, NamedTuple
 
+from ..call.arguments import Sizes, check_dtype, check_places, check_shape, row_strides
 from ..call.arrays import READERS
-from ..call.checks import (
-    INT32_MAX,
-    as_int,
-    check_no_overlap,
-    check_place,
-    check_vector,
-    strides_fit,
-    usable_strides,
-)
-from ..call.frameworks import Fields, contiguous_strides
+from ..call.checks import INT32_MAX, as_int, check_no_overlap, strides_fit, usable_strides
+from ..call.frameworks import Fields, NewArray, contiguous_strides
 from ..kernels.common import D_QK, D_ROPE, D_V, MAX_TOPK, Q_UNIT
-from ..kernels.mla_cache_rows import FORMATS, MODEL1
+from ..kernels.mla_cache_rows import FORMATS, MODEL1, CacheFormat
 from ..kernels.mla_sparse import Cache
-from .paged_cache import check_paged_cache
 
-__all__ = [
-    "QStrides",
-    "check_head_dim_v",
-    "check_out",
-    "check_q_width",
-    "check_rows",
-    "check_selection",
-    "check_sparse_cache",
-    "check_sparse_q",
-    "check_vectors",
-    "q_strides",
-    "read_pair",
-    "refuse_dense_fp8",
-    "refuse_without_indices",
-]
+BYTE_DTYPES = ("float8_e4m3fn", "uint8", "int8")
+"""The dtypes that the bytes of a quantised cache may have."""
+
+_UINT32_MAX = 2**32 - 1
 
 
 def check_head_dim_v(head_dim_v: Any, name: str = "head_dim_v") -> None:
@@ -62,15 +45,6 @@ def refuse_without_indices(**arrays: Any) -> None:
     refuse_dense_fp8()
 
 
-def check_rows(shape: tuple[int, ...]) -> None:
-    """Check that the query rows of a q of this shape can be counted in 32 bits."""
-    rows = 1
-    for extent in shape[:-1]:
-        rows *= extent
-    if rows > INT32_MAX:
-        raise ValueError(f"q: expected less than 2**31 rows (tokens times heads), got shape {list(shape)}")
-
-
 def read_pair(q: tuple[Any, ...]) -> tuple[Fields, Fields]:
     """Read the arrays of a q that is a pair: the columns before RoPE, and the RoPE columns."""
     if len(q) != 2:
@@ -79,25 +53,38 @@ def read_pair(q: tuple[Any, ...]) -> tuple[Fields, Fields]:
     return READERS[type(q_nope)](q_nope, "q"), READERS[type(q_rope)](q_rope, "q_rope")
 
 
-def check_q_width(q: Fields, q_rope: Fields | None) -> int:
-    """Check the columns of q, and its RoPE array if it has one; returns d_qk, the columns of both."""
+def check_q(arrays: Mapping[str, Any], dims: str, dtypes: str, reason: str = "") -> Sizes:
+    """Check the q of a call, and that all arrays are on its device; returns the extents of q.
+
+    ``arrays`` are by the names of the arguments. d_qk counts the columns of both arrays of a
+    pair.
+    """
+    q, q_rope = arrays["q"], arrays["q_rope"]
+    sizes = Sizes()
+    check_dtype("q", q, dtypes, reason)
+    check_shape("q", q, dims, sizes)
+    row_strides("q", q)
     _, shape, _, dtype, *_ = q
-    if q_rope is None:
-        if shape[-1] not in D_QK:
-            raise ValueError(f"q: expected a last dimension (d_qk) of 576 or 512, got shape {list(shape)}")
-        return shape[-1]
-    d_qk = shape[-1] + D_ROPE
-    if d_qk not in D_QK:
-        raise ValueError(
-            "q: expected a last dimension of 512 or 448 in the first array of a pair, got shape "
-            f"{list(shape)}"
-        )
-    _, rope_shape, _, rope_dtype, *_ = q_rope
-    if rope_dtype != dtype:
-        raise TypeError(f"q_rope: expected dtype {dtype}, the dtype of q, got {rope_dtype}")
-    if tuple(rope_shape) != (*shape[:-1], D_ROPE):
-        raise ValueError(f"q_rope: expected shape {[*shape[:-1], D_ROPE]}, got {list(rope_shape)}")
-    return d_qk
+    if q_rope is not None:
+        sizes["d_qk"] += D_ROPE
+    if sizes["d_qk"] not in D_QK:
+        wanted = "(d_qk) of 576 or 512" if q_rope is None else "of 512 or 448 in the first array of a pair"
+        raise ValueError(f"q: expected a last dimension {wanted}, got shape {list(shape)}")
+    if q_rope is not None:
+        check_dtype("q_rope", q_rope, dtype, ", the dtype of q")
+        check_shape("q_rope", q_rope, dims.replace("d_qk", str(D_ROPE)), sizes)
+    if prod(shape[:-1]) > INT32_MAX:
+        raise ValueError(f"q: expected less than 2**31 rows (tokens times heads), got shape {list(shape)}")
+    check_places(arrays)
+    return sizes
+
+
+def check_sparse_q(arrays: Mapping[str, Any], dims: str, reason: str = "") -> Sizes:
+    """Check the q of a sparse call as `check_q` does."""
+    sizes = check_q(arrays, dims, "bfloat16", reason)
+    if not sizes["h_q"]:
+        raise ValueError(f"q: expected at least 1 head, got shape {list(arrays['q'][1])}")
+    return sizes
 
 
 class QStrides(NamedTuple):
@@ -114,25 +101,26 @@ class QStrides(NamedTuple):
 def q_strides(q: Fields, q_rope: Fields | None, d_qk: int) -> QStrides:
     """Check the strides of q. A q that kernels cannot walk will be copied; such a pair is refused."""
     rope_bytes = 2 * (d_qk - D_ROPE)
-    usable = _walked(q)
     if q_rope is None:
-        copied = usable is None
-        if usable is None:
-            _, shape, *_ = q
-            usable = usable_strides(shape, contiguous_strides(shape))[:-1]
+        _, shape, *_ = q
+        walked = _walked(q)
+        usable = usable_strides(shape, contiguous_strides(shape))[:-1] if walked is None else walked
         _check_reach("q", q, usable)
-        return QStrides(usable, usable, copied, rope_bytes)
-    rope = _walked(q_rope)
-    if usable is None or rope is None:
-        name, (ptr, _, strides, *_) = ("q", q) if usable is None else ("q_rope", q_rope)
-        raise ValueError(
-            f"{name}: expected, in a pair, a 16-byte aligned address, a contiguous last dimension and other "
-            f"strides that are positive multiples of 8, got address {ptr:#x}, strides {list(strides)} "
-            "(elements)"
-        )
-    _check_reach("q", q, usable)
-    _check_reach("q_rope", q_rope, rope)
-    return QStrides(usable, rope, False, rope_bytes)
+        return QStrides(usable, usable, walked is None, rope_bytes)
+    pair = []
+    for name, view in (("q", q), ("q_rope", q_rope)):
+        walked = _walked(view)
+        if walked is None:
+            ptr, _, strides, *_ = view
+            raise ValueError(
+                f"{name}: expected, in a pair, a 16-byte aligned address, a contiguous last dimension and "
+                f"other strides that are positive multiples of 8, got address {ptr:#x}, strides "
+                f"{list(strides)} (elements)"
+            )
+        _check_reach(name, view, walked)
+        pair.append(walked)
+    of_q, of_rope = pair
+    return QStrides(of_q, of_rope, False, rope_bytes)
 
 
 def _check_reach(name: str, q: Fields, strides: tuple[int, ...]) -> None:
@@ -146,56 +134,101 @@ def _check_reach(name: str, q: Fields, strides: tuple[int, ...]) -> None:
         )
 
 
-def _walked(q: Fields) -> tuple[int, ...] | None:
+def _walked(view: Fields) -> tuple[int, ...] | None:
     """Find the strides but the last; None where kernels cannot walk the array."""
-    ptr, shape, strides, *_ = q
+    ptr, shape, strides, *_ = view
     usable = usable_strides(shape, strides)
     fits = 0 in shape or strides_fit(ptr, shape, usable)  # in an empty array there is nothing to step over
     return usable[:-1] if usable[-1] == 1 and fits else None
 
 
-def check_out(out: Fields, q: Fields) -> tuple[int, ...]:
-    """Check `out` against q, of decoding or of prefill; returns its strides but the last."""
-    ptr, shape, strides, dtype, _, _, _ = out
-    _, q_shape, _, q_dtype, device, framework, _ = q
-    if dtype != q_dtype:
-        raise TypeError(f"out: expected dtype {q_dtype}, the dtype of q, got {dtype}")
-    if tuple(shape) != (*q_shape[:-1], D_V):
-        raise ValueError(f"out: expected shape {[*q_shape[:-1], D_V]}, got {list(shape)}")
-    check_place("out", out, device, framework, "q")
-    usable = usable_strides(shape, strides)
+def out_of(q: Fields, out: Fields | None) -> tuple[list[NewArray], tuple[int, ...]]:
+    """List `out` as an array to be made, unless it is given; returns its strides but the last, too.
+
+    Kernels must be able to write a given one, each element once.
+    """
+    if out is None:
+        _, q_shape, _, dtype, *_ = q
+        made = (*q_shape[:-1], D_V)
+        return [(made, dtype)], contiguous_strides(made)[:-1]
+    ptr, shape, strides, *_ = out
     if 0 in shape:
-        return usable[:-1]  # there is nothing to step over
-    if usable[-1] != 1 or not strides_fit(ptr, shape, usable):
+        return [], usable_strides(shape, strides)[:-1]
+    walked = _walked(out)
+    if walked is None:
         raise ValueError(
             "out: expected a 16-byte aligned address, a contiguous last dimension and other strides that are "
             f"positive multiples of 8, got address {ptr:#x}, strides {list(strides)} (elements)"
         )
-    check_no_overlap("out", shape, usable)
-    return usable[:-1]
+    check_no_overlap("out", shape, (*walked, 1))
+    return [], walked
 
 
-def check_sparse_q(views: Any, axes: tuple[str, ...], purpose: str = "") -> tuple[Fields, int]:
-    """Check the q of a sparse call, and that the other arrays are on its device; returns q and d_qk.
+class PagedCache(NamedTuple):
+    """A cache `[num_blocks, page_block_size, 1, columns]` that passed the check; strides in bytes.
 
-    ``axes`` names the dimensions of q. ``views`` is a NamedTuple of the arrays by the names of the arguments.
+    The addresses of all tokens are multiples of ``alignment``, which is 16 or 8.
     """
-    q: Fields = views.q
-    _, shape, strides, dtype, device, framework, _ = q
-    if dtype != "bfloat16":
-        raise TypeError(f"q: expected dtype bfloat16{purpose}, got {dtype}")
-    if len(shape) != len(axes):
-        raise ValueError(f"q: expected shape [{', '.join(axes)}], got {list(shape)}")
-    d_qk = check_q_width(q, views.q_rope)
-    if not shape[-2]:
-        raise ValueError(f"q: expected at least 1 head, got shape {list(shape)}")
-    if strides[-1] != 1:
-        raise ValueError(f"q: expected a contiguous last dimension, got strides {list(strides)} (elements)")
-    check_rows(shape)
-    for name, view in views._asdict().items():
-        if view is not None and name != "q":
-            check_place(name, view, device, framework, "q")
-    return q, d_qk
+
+    format: CacheFormat
+    ptr: int
+    num_blocks: int
+    page_block_size: int
+    block_stride: int
+    token_stride: int
+    alignment: int
+
+
+def check_paged_cache(
+    name: str,
+    view: Fields,
+    formats: Sequence[CacheFormat],
+    *,
+    of: str = "",
+    least_alignment: int | None = None,
+) -> PagedCache:
+    """Check a cache that may be in any of these formats. Its dtype and last dimension say in which.
+
+    Tokens of a quantised cache follow each other within a block; all other strides are free, 0 among them.
+    ``of`` is the part of an error's text that says what chose these formats.
+    ``least_alignment``, in bytes, is for kernels that read quantised rows at less than their usual alignment.
+    """
+    ptr, shape, strides, dtype, _, _, _ = view
+    is_quantized = dtype in BYTE_DTYPES
+    itemsize = 1 if is_quantized else 2
+    fitting = {
+        format.token_bytes // itemsize: format for format in formats if format.is_quantized == is_quantized
+    }
+    if not fitting or not is_quantized and dtype != "bfloat16":
+        wanted = [*BYTE_DTYPES] if any(format.is_quantized for format in formats) else []
+        wanted += ["bfloat16"] if not all(format.is_quantized for format in formats) else []
+        raise TypeError(f"{name}: expected dtype {' or '.join(wanted)}{of}, got {dtype}")
+    if len(shape) != 4 or shape[2] != 1 or shape[3] not in fitting or not 0 < shape[1] <= INT32_MAX:
+        columns = " or ".join(map(str, fitting))
+        raise ValueError(
+            f"{name}: expected shape [num_blocks, page_block_size, 1, {columns}]{of}, with page_block_size "
+            f"at least 1, got {dtype} {list(shape)}"
+        )
+    format = fitting[shape[3]]
+    block_stride, token_stride, _, step = usable_strides(shape, strides)
+    if step != 1 or is_quantized and token_stride != shape[3]:
+        raise ValueError(
+            f"{name}: expected contiguous "
+            f"{'tokens (only the stride of blocks is free)' if is_quantized else 'columns'}, got strides "
+            f"{list(strides)} (elements) of shape {list(shape)}"
+        )
+    block_bytes = block_stride * itemsize
+    row_bytes = format.row_bytes if is_quantized else token_stride * itemsize
+    needed = least_alignment if is_quantized and least_alignment is not None else format.alignment
+    steps = ptr | block_bytes | row_bytes
+    alignment = 16 if not steps % 16 else 8 if not steps % 8 else 1
+    if alignment < needed or block_stride < 0 or not 0 <= row_bytes <= _UINT32_MAX:
+        raise ValueError(
+            f"{name}: expected an address and strides that are multiples of {needed} bytes, strides not "
+            f"negative and tokens less than 4 GiB apart, got address {ptr:#x}, strides {list(strides)} "
+            f"(elements) of shape {list(shape)}"
+        )
+    return PagedCache(format, ptr, shape[0], shape[1], block_bytes, row_bytes, alignment)
 
 
 def check_sparse_cache(name: str, view: Fields, d_qk: int, is_fp8_kvcache: bool) -> tuple[str, Cache, int]:
@@ -224,28 +257,19 @@ def check_sparse_cache(name: str, view: Fields, d_qk: int, is_fp8_kvcache: bool)
     return public_name, Cache(cache.page_block_size, cache.num_blocks, *strides, 0, 0, 0), cache.alignment
 
 
-def check_selection(cache: Cache, name: str, view: Fields, b: int, s_q: int, meaning: str) -> Cache:
-    """Check the indices into a cache; returns the cache with them. ``meaning`` names the source of b, s_q."""
-    _, shape, strides, dtype, _, _, _ = view
-    if dtype != "int32":
-        raise TypeError(f"{name}: expected dtype int32, got {dtype}")
-    if len(shape) != 3 or tuple(shape[:2]) != (b, s_q) or not 0 < shape[2] <= MAX_TOPK:
-        raise ValueError(
-            f"{name}: expected shape [{b}, {s_q}, topk] ({meaning}) with topk at least 1 and below 2**30, "
-            f"got {list(shape)}"
-        )
-    stride_b, stride_s, step = usable_strides(shape, strides)
-    if step != 1 or stride_b < 0 or stride_s < 0:
-        raise ValueError(
-            f"{name}: expected a contiguous last dimension and no negative stride, got strides "
-            f"{list(strides)} (elements)"
-        )
-    return cache._replace(topk=shape[2], index_stride_b=stride_b, index_stride_s=stride_s)
+def with_selection(cache: Cache, name: str, indices: Fields, width: str = "topk") -> Cache:
+    """Check the number and the strides of the indices into a cache; returns the cache with them.
 
-
-def check_vectors(views: Any, lengths: dict[str, tuple[str, int, str]]) -> None:
-    """Check the vectors that are given; ``lengths`` maps names to dtype, length and dimension of q."""
-    for name, (dtype, length, dimension) in lengths.items():
-        view = getattr(views, name)
-        if view is not None:
-            check_vector(name, view, (dtype,), length, f"the {dimension} of q")
+    ``width`` is the name of their last dimension.
+    """
+    _, shape, strides, *_ = indices
+    *rows, topk = shape
+    if not 0 < topk <= MAX_TOPK:
+        raise ValueError(
+            f"{name}: expected shape [{', '.join(map(str, rows))}, {width}] with {width} at least 1 and "
+            f"below 2**30, got {list(shape)}"
+        )
+    stride_b, stride_s = row_strides(name, indices)
+    if stride_b < 0 or stride_s < 0:
+        raise ValueError(f"{name}: expected no negative stride, got strides {list(strides)} (elements)")
+    return cache._replace(topk=topk, index_stride_b=stride_b, index_stride_s=stride_s)

@@ -4,33 +4,48 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..call.arrays import ArrayView, inspect
-from ..call.checks import (
-    INT32_MAX,
-    check_no_overlap,
-    check_vector,
-    launch_place,
+from ..call.arguments import (
+    Arg,
+    Sizes,
+    check_arguments,
+    check_dtype,
+    check_places,
+    check_shape,
     row_strides,
-    same_place,
 )
+from ..call.arrays import ArrayView, inspect
+from ..call.checks import INT32_MAX, check_no_overlap, launch_place
 from ..errors import MissingDependencyError
 from ..kernels import mla_cache_gather, mla_cache_write
 from ..kernels.mla_cache_rows import CACHE_FORMATS, QUANTIZED, CacheFormat, padded_block_bytes
-from .paged_cache import PagedCache, check_paged_cache
+from .arguments import PagedCache, check_paged_cache
 
-__all__ = ["dequantize", "gather", "quantize", "write"]
+_WRITE_TABLE = (
+    Arg("kv_c", "bfloat16", "T d_nope", has_rows=True),
+    Arg("k_pe", "bfloat16", "T d_rope", has_rows=True),
+    Arg("slot_mapping", "int32 int64", "T", has_rows=True),
+)
+_GATHER_TABLE = (
+    Arg("block_table", "int32", "b max_blocks", has_rows=True),
+    Arg("cache_seqlens", "int32", "b", has_rows=True),
+    Arg("workspace_starts", "int32", "b", has_rows=True),
+    Arg("seq_starts", "int32", "b", has_rows=True),
+    Arg("out", "bfloat16", "rows d_qk", has_rows=True),
+)
 
 
 def quantize(k_cache: Any, layout: str, out: Any) -> Any:
     """Run `rawmla.quantize_k_cache`."""
     format = _quantized_format(layout)
     source = inspect(k_cache, "k_cache")
-    if source.dtype != "bfloat16":
-        raise TypeError(f"k_cache: expected dtype bfloat16, got {source.dtype}")
-    _check_cache_shape("k_cache", source, format.d_qk)
-    num_blocks, page = source.shape[:2]
-    block_step, token_step, _ = row_strides("k_cache", source)
-    _check_int32_strides("k_cache", source)
+    sizes = Sizes()
+    check_dtype("k_cache", source, "bfloat16")
+    check_shape("k_cache", source, f"num_blocks page_block_size 1 {format.d_qk}", sizes)
+    num_blocks, page = sizes["num_blocks"], sizes["page_block_size"]
+    if not page:
+        raise ValueError(f"k_cache: expected page_block_size at least 1, got shape {list(source.shape)}")
+    _check_size("k_cache", source, 0)
+    block_step, token_step, _ = _int32_strides("k_cache", source)
     if out is None:
         padded = padded_block_bytes(format, page)
         if padded > INT32_MAX:
@@ -43,8 +58,8 @@ def quantize(k_cache: Any, layout: str, out: Any) -> Any:
     else:
         target = inspect(out, "out")
         given = _paged_cache("out", target, format)
-        _check_cache_shape("out", target, format.token_bytes, num_blocks, page)
-        same_place("out", target, source, "k_cache")
+        check_shape("out", target, f"num_blocks page_block_size 1 {format.token_bytes}", sizes)
+        check_places({"k_cache": source, "out": target})
         ptr, block_stride = given.ptr, given.block_stride
     if num_blocks:
         mla_cache_write.launch(
@@ -107,26 +122,15 @@ def write(kv_c: Any, k_pe: Any, kv_cache: Any, slot_mapping: Any) -> None:
     target = inspect(kv_cache, "kv_cache")
     given = _paged_cache("kv_cache", target)
     format = given.format
-    nope, rope = inspect(kv_c, "kv_c"), inspect(k_pe, "k_pe")
-    for name, view in (("kv_c", nope), ("k_pe", rope)):
-        if view.dtype != "bfloat16":
-            raise TypeError(f"{name}: expected dtype bfloat16, got {view.dtype}")
-    if len(nope.shape) != 2 or nope.shape[1] != format.d_nope:
-        raise ValueError(
-            f"kv_c: expected shape [T, {format.d_nope}] for a cache of {target.dtype} with last dimension "
-            f"{target.shape[3]}, got {list(nope.shape)}"
-        )
-    tokens = nope.shape[0]
-    d_rope = format.d_qk - format.d_nope
-    if tuple(rope.shape) != (tokens, d_rope):
-        raise ValueError(f"k_pe: expected shape {[tokens, d_rope]} (the T of kv_c), got {list(rope.shape)}")
-    (nope_step,), (rope_step,) = row_strides("kv_c", nope), row_strides("k_pe", rope)
-    _check_int32_strides("kv_c", nope)
-    _check_int32_strides("k_pe", rope)
-    slots = inspect(slot_mapping, "slot_mapping")
-    check_vector("slot_mapping", slots, ("int32", "int64"), tokens, "the T of kv_c")
-    for name, view in (("kv_c", nope), ("k_pe", rope), ("slot_mapping", slots)):
-        same_place(name, view, target, "kv_cache")
+    nope, rope, slots = inspect(kv_c, "kv_c"), inspect(k_pe, "k_pe"), inspect(slot_mapping, "slot_mapping")
+    views = {"kv_cache": target, "kv_c": nope, "k_pe": rope, "slot_mapping": slots}
+    sizes = Sizes(d_rope=format.d_qk - format.d_nope)
+    of_cache = f" for a cache of {target.dtype} with last dimension {target.shape[3]}"
+    check_shape("kv_c", nope, f"T {format.d_nope}", sizes, of_cache)
+    check_arguments(_WRITE_TABLE, views, sizes)
+    check_places(views)
+    (nope_step,), (rope_step,) = _int32_strides("kv_c", nope), _int32_strides("k_pe", rope)
+    tokens = sizes["T"]
     if tokens > INT32_MAX:
         raise ValueError(f"kv_c: expected at most {INT32_MAX} tokens, got {tokens}")
     if tokens:
@@ -157,28 +161,22 @@ def gather(
     source = inspect(kv_cache, "kv_cache")
     given = _paged_cache("kv_cache", source)
     d_qk = given.format.d_qk
-    table = inspect(block_table, "block_table")
-    if table.dtype != "int32":
-        raise TypeError(f"block_table: expected dtype int32, got {table.dtype}")
-    if len(table.shape) != 2 or max(table.shape) > INT32_MAX:
-        raise ValueError(
-            f"block_table: expected shape [b, max_blocks], both below 2**31, got {list(table.shape)}"
-        )
-    b, table_width = table.shape
-    (table_step,) = row_strides("block_table", table)
-    requests: dict[str, ArrayView | None] = {
+    table, workspace = inspect(block_table, "block_table"), inspect(out, "out")
+    requests = {
         "cache_seqlens": inspect(cache_seqlens, "cache_seqlens"),
         "workspace_starts": inspect(workspace_starts, "workspace_starts"),
         "seq_starts": None if seq_starts is None else inspect(seq_starts, "seq_starts"),
     }
-    workspace = inspect(out, "out")
-    out_step = _workspace_stride(workspace, d_qk)
-    for name, view in (*requests.items(), ("block_table", table), ("out", workspace)):
-        if view is None:
-            continue
-        if name in requests:
-            check_vector(name, view, ("int32",), b, "the b of block_table")
-        same_place(name, view, source, "kv_cache")
+    views = {"kv_cache": source, "block_table": table, **requests, "out": workspace}
+    check_arguments(_GATHER_TABLE, views, Sizes(d_qk=d_qk))
+    check_places(views)
+    b, table_width = table.shape
+    if max(table.shape) > INT32_MAX:
+        raise ValueError(
+            f"block_table: expected shape [b, max_blocks], both below 2**31, got {list(table.shape)}"
+        )
+    (table_step,) = row_strides("block_table", table)
+    out_step = _workspace_stride(workspace)
     pointers: dict[str, Any] = {name: 0 if view is None else view.ptr for name, view in requests.items()}
     if b and workspace.shape[0]:
         mla_cache_gather.launch(
@@ -217,25 +215,6 @@ def _paged_cache(name: str, view: ArrayView, format: CacheFormat | None = None) 
     return cache
 
 
-def _check_cache_shape(
-    name: str, view: ArrayView, columns: int, num_blocks: int | None = None, page: int | None = None
-) -> None:
-    """Check `[num_blocks, page_block_size, 1, columns]`, the first two as given or free."""
-    shape = view.shape
-    if (
-        len(shape) != 4
-        or shape[2:] != (1, columns)
-        or not shape[1]
-        or num_blocks not in (None, shape[0])
-        or page not in (None, shape[1])
-    ):
-        expected = f"[{num_blocks or 'num_blocks'}, {page or 'page_block_size'}, 1, {columns}]"
-        raise ValueError(
-            f"{name}: expected shape {expected} with page_block_size at least 1, got {list(shape)}"
-        )
-    _check_size(name, view, 0)
-
-
 def _check_size(name: str, view: ArrayView, stride_bytes: int) -> None:
     """Slots and strides are 32-bit integers on the device."""
     slots = view.shape[0] * view.shape[1]
@@ -246,9 +225,12 @@ def _check_size(name: str, view: ArrayView, stride_bytes: int) -> None:
         )
 
 
-def _check_int32_strides(name: str, view: ArrayView) -> None:
-    if any(abs(stride) > INT32_MAX for stride in row_strides(name, view)):
+def _int32_strides(name: str, view: ArrayView) -> tuple[int, ...]:
+    """Check that strides are 32-bit integers; returns them but the last."""
+    strides = row_strides(name, view)
+    if any(abs(stride) > INT32_MAX for stride in strides):
         raise ValueError(f"{name}: expected strides below 2**31, got strides {list(view.strides)} (elements)")
+    return strides
 
 
 def _rows_are_aligned(view: ArrayView, *strides: int) -> bool:
@@ -256,14 +238,10 @@ def _rows_are_aligned(view: ArrayView, *strides: int) -> bool:
     return not view.ptr % 16 and not any(stride % 8 for stride in strides)
 
 
-def _workspace_stride(out: ArrayView, d_qk: int) -> int:
-    """Check the workspace; returns its row stride in elements."""
-    if out.dtype != "bfloat16":
-        raise TypeError(f"out: expected dtype bfloat16, got {out.dtype}")
-    if len(out.shape) != 2 or out.shape[1] != d_qk or out.shape[0] > INT32_MAX:
-        raise ValueError(
-            f"out: expected shape [rows, {d_qk}] with rows below 2**31, for this cache, got {list(out.shape)}"
-        )
+def _workspace_stride(out: ArrayView) -> int:
+    """Check the rows of the workspace; returns their stride in elements."""
+    if out.shape[0] > INT32_MAX:
+        raise ValueError(f"out: expected less than 2**31 rows, got shape {list(out.shape)}")
     (stride,) = row_strides("out", out)
     check_no_overlap("out", out.shape, out.strides)
     if not _rows_are_aligned(out, stride):

@@ -6,52 +6,35 @@ finds its launch in a memo. Other calls are checked and prepared first.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
+from ..call.arguments import Arg, check_arguments, check_places, mixes_frameworks
 from ..call.arrays import READERS
-from ..call.checks import (
-    INT32_MAX,
-    as_softmax_scale,
-    check_place,
-    check_streams,
-    check_vector,
-    mixes_frameworks,
-    strides_fit,
-    usable_strides,
-)
+from ..call.checks import INT32_MAX, as_softmax_scale, strides_fit, usable_strides
 from ..call.frameworks import Fields
 from ..call.memo import Memo, kind_of
 from ..kernels import mla_dense_decode, mla_metadata
 from ..kernels.common import D_V, MAX_GRID_YZ, TILE_ROWS
 from ..kernels.mla_dense_decode import DenseDecodeCall, largest_dividend
-from .arguments import check_out, check_q_width, check_rows, q_strides, read_pair
+from .arguments import check_q, out_of, q_strides, read_pair
 from .plan import (
     GivenPlan,
     PreparedDecode,
     SchedConfig,
     check_config,
     check_plan,
-    compute_plan,
     fields_of,
+    make_plan,
     mark_plan,
     read_plan,
 )
 
-__all__ = ["decode"]
-
-
-class _Arrays(NamedTuple):
-    """The arrays of a call by the names of the arguments; None: not given."""
-
-    q: Fields
-    q_rope: Fields | None  # RoPE of q, if it is an array of its own
-    k_cache: Fields
-    block_table: Fields
-    cache_seqlens: Fields
-    tile_scheduler_metadata: Fields | None  # None: of an empty object
-    num_splits: Fields | None
-    out: Fields | None
-
+_TABLE = (
+    Arg("k_cache", "=q", "num_blocks page_block_size h_kv d_qk", has_rows=True),
+    Arg("block_table", "int32", "b max_blocks", has_rows=True),
+    Arg("cache_seqlens", "int32", "b", has_rows=True),
+    Arg("out", "=q", f"b s_q h_q {D_V}"),
+)
 
 _calls: Memo[PreparedDecode] = Memo(shared=True)
 
@@ -101,11 +84,18 @@ def decode(
     call = _calls.get(key)
     if call is None or call.mixes_frameworks:
         rows_view, splits_view = plan_arrays.views if plan_arrays else (None, None)
-        arrays = _Arrays(
-            q_view, rope_view, k_view, table_view, lengths_view, rows_view, splits_view, out_view
-        )
+        arrays = {
+            "q": q_view,
+            "q_rope": rope_view,
+            "k_cache": k_view,
+            "block_table": table_view,
+            "cache_seqlens": lengths_view,
+            "tile_scheduler_metadata": rows_view,
+            "num_splits": splits_view,
+            "out": out_view,
+        }
         call = call or _calls.keep(key, _prepare(arrays, plan, softmax_scale, causal))
-        check_streams(arrays, device, framework)
+        check_places(arrays)
     allocate, launch, q_is_copied, rope_bytes, _, num_parts, config, config_fields = call
     if holder is not None and holder.have_initialized:
         check_config(holder.config, config_fields)
@@ -118,7 +108,8 @@ def decode(
         q_ptr = framework.pointer(q_array)
     made = None
     if plan_arrays is None:
-        made = compute_plan(config, num_parts, mla_metadata.TokenCounts(lengths_ptr), device, framework)
+        tokens = mla_metadata.TokenCounts(lengths_ptr)
+        made = make_plan(q_view, config.b, num_parts, tokens, True, config.enable_batch_invariant)
         rows_ptr, splits_ptr = map(framework.pointer, made)
     else:
         rows_ptr, splits_ptr, _, _ = plan_arrays
@@ -139,109 +130,22 @@ def decode(
     return out, lse
 
 
-def _check(q: Fields, q_rope: Fields | None, k_cache: Fields) -> tuple[int, tuple[int, ...]]:
-    """Check q, whose RoPE columns may be an array of their own, and the cache against each other.
-
-    Returns d_qk and the strides of the cache but the last.
-    """
-    _, shape, strides, dtype, device, framework, _ = q
-    if dtype != "bfloat16" and dtype != "float16":
-        raise TypeError(f"q: expected dtype bfloat16 or float16, got {dtype}")
-    if len(shape) != 4:
-        raise ValueError(f"q: expected shape [b, s_q, h_q, d_qk], got {list(shape)}")
-    b, s_q, h_q, _ = shape
-    d_qk = check_q_width(q, q_rope)
-    if strides[3] != 1:
-        raise ValueError(f"q: expected a contiguous last dimension, got strides {list(strides)} (elements)")
-    check_rows(shape)
-
-    ptr, shape, strides, k_dtype, _, _, _ = k_cache
-    if k_dtype != dtype:
-        raise TypeError(f"k_cache: expected dtype {dtype}, the dtype of q, got {k_dtype}")
-    if len(shape) != 4:
-        raise ValueError(
-            f"k_cache: expected shape [num_blocks, page_block_size, h_kv, d_qk], got {list(shape)}"
-        )
-    num_blocks, page_block_size, h_kv, k_dim = shape
-    if k_dim != d_qk:
-        raise ValueError(
-            f"k_cache: expected a last dimension of {d_qk}, the d_qk of q, got shape {list(shape)}"
-        )
-    if page_block_size & 63 and page_block_size not in (16, 32) or not 0 < page_block_size <= INT32_MAX:
-        raise ValueError(
-            "k_cache: expected a page_block_size of 16, 32 or a multiple of 64, got "
-            f"{page_block_size} in shape {list(shape)}"
-        )
-    if not num_blocks:
-        raise ValueError(f"k_cache: expected at least 1 block, got shape {list(shape)}")
-    if not h_kv or not h_q or h_q % h_kv:
-        raise ValueError(
-            f"q: expected h_q to be a positive multiple of the h_kv of k_cache, got h_q {h_q} and h_kv {h_kv}"
-        )
-    if h_kv > MAX_GRID_YZ:
-        raise ValueError(f"k_cache: expected at most {MAX_GRID_YZ} KV heads, got shape {list(shape)}")
-    heads = h_q // h_kv
-    most_rows = (largest_dividend(heads) + 1) // TILE_ROWS * TILE_ROWS  # the last tile is divided whole
-    if s_q * heads > most_rows:
-        raise ValueError(
-            f"q: expected at most {most_rows} rows of a KV head (s_q * h_q / h_kv) with h_q / h_kv = {heads}"
-            f", got {s_q * heads}"
-        )
-    if strides[3] != 1:
-        raise ValueError(
-            f"k_cache: expected a contiguous last dimension, got strides {list(strides)} (elements)"
-        )
-    check_place("k_cache", k_cache, device, framework, "q")
-    k_strides = usable_strides(shape, strides)
-    if not strides_fit(ptr, shape, k_strides):
-        raise ValueError(
-            "k_cache: expected a 16-byte aligned address and strides that are positive multiples of 8 "
-            f"elements (TMA), got address {ptr:#x}, shape {list(shape)}, strides {list(strides)} (elements)"
-        )
-    return d_qk, k_strides[:3]
-
-
-def _check_requests(table: Fields, lengths: Fields, q: Fields, page_block_size: int) -> tuple[int, int]:
-    """Check the block table and the lengths; returns the table's stride and the most tokens of a request."""
-    _, (b, *_), _, _, device, framework, _ = q
-    _, shape, strides, dtype, _, _, _ = table
-    if dtype != "int32":
-        raise TypeError(f"block_table: expected dtype int32, got {dtype}")
-    if len(shape) != 2 or shape[0] != b:
-        raise ValueError(f"block_table: expected shape [{b}, max_blocks] (the b of q), got {list(shape)}")
-    if strides[1] != 1 and shape[1] > 1:
-        raise ValueError(
-            f"block_table: expected a contiguous last dimension, got strides {list(strides)} (elements)"
-        )
-    check_place("block_table", table, device, framework, "q")
-    check_vector("cache_seqlens", lengths, ("int32",), b, "the b of q")
-    check_place("cache_seqlens", lengths, device, framework, "q")
-    max_seqlen = min(shape[1] * page_block_size, INT32_MAX)
-    # A token's page is its number / 16, divided by the size of a page / 16.
-    most_tokens = 16 * (largest_dividend(page_block_size // 16) + 1)
-    if max_seqlen > most_tokens:
-        raise ValueError(
-            f"block_table: expected max_blocks * page_block_size of at most {most_tokens} tokens with a "
-            f"page_block_size of {page_block_size}, got {shape[1]} blocks"
-        )
-    return strides[0], max_seqlen
-
-
-def _prepare(arrays: _Arrays, plan: GivenPlan, softmax_scale: float | None, causal: bool) -> PreparedDecode:
+def _prepare(
+    arrays: dict[str, Any], plan: GivenPlan, softmax_scale: float | None, causal: bool
+) -> PreparedDecode:
     """Check a call, load its kernels and work out their parameters."""
-    q = arrays.q
-    d_qk, k_strides = _check(q, arrays.q_rope, arrays.k_cache)
-    _, (b, s_q, h_q, _), _, dtype, device, framework, _ = q
-    _, (num_blocks, page_block_size, h_kv, _), *_ = arrays.k_cache
-    strides = q_strides(q, arrays.q_rope, d_qk)
-    if arrays.q_rope is not None:
-        check_place("q_rope", arrays.q_rope, device, framework, "q")
-    table_stride, max_seqlen = _check_requests(arrays.block_table, arrays.cache_seqlens, q, page_block_size)
-    results = [((b, s_q, h_q, D_V), dtype), ((b, h_q, s_q), "float32")]
-    out_strides: tuple[int, ...] = (s_q * h_q * D_V, h_q * D_V, D_V)
-    if arrays.out is not None:
-        out_strides = check_out(arrays.out, q)
-        del results[0]
+    q = arrays["q"]
+    _, _, _, dtype, device, framework, _ = q
+    sizes = check_q(arrays, "b s_q h_q d_qk", "bfloat16 float16")
+    check_arguments(_TABLE, arrays, sizes)
+    b, s_q, h_q, h_kv, d_qk = [sizes[dim] for dim in ("b", "s_q", "h_q", "h_kv", "d_qk")]
+    page_block_size = sizes["page_block_size"]
+    _check_heads(s_q, h_q, h_kv)
+    k_strides = _check_pages(arrays["k_cache"])
+    strides = q_strides(q, arrays["q_rope"], d_qk)
+    max_seqlen = _max_seqlen(sizes["max_blocks"], page_block_size)
+    results, steps = out_of(q, arrays["out"])
+    results.append(((b, h_q, s_q), "float32"))
     holder, *_, batch_invariant = plan
     config = SchedConfig(b, s_q, h_q, page_block_size, h_kv, causal, enable_batch_invariant=batch_invariant)
     num_parts = check_plan(plan, config, device, framework)
@@ -257,16 +161,16 @@ def _prepare(arrays: _Arrays, plan: GivenPlan, softmax_scale: float | None, caus
                 h_kv=h_kv,
                 d_qk=d_qk,
                 page_block_size=page_block_size,
-                num_blocks=num_blocks,
+                num_blocks=sizes["num_blocks"],
                 q_strides=strides.q,
                 q_rope_strides=strides.q_rope,
                 k_strides=k_strides,
-                block_table_stride=table_stride,
+                block_table_stride=arrays["block_table"][2][0],
                 max_seqlen=max_seqlen,
                 num_parts=num_parts,
                 object_layout=holder is not None,
                 batch_invariant=batch_invariant,
-                out_strides=out_strides,
+                out_strides=steps,
                 softmax_scale=d_qk**-0.5 if softmax_scale is None else softmax_scale,
                 causal=causal and s_q > 1,
             ),
@@ -283,3 +187,53 @@ def _prepare(arrays: _Arrays, plan: GivenPlan, softmax_scale: float | None, caus
         config=config,
         config_fields=fields_of(config),
     )
+
+
+def _check_heads(s_q: int, h_q: int, h_kv: int) -> None:
+    """Check how many rows of q a KV head has."""
+    if not h_kv or not h_q or h_q % h_kv:
+        raise ValueError(
+            f"q: expected h_q to be a positive multiple of the h_kv of k_cache, got h_q {h_q} and h_kv {h_kv}"
+        )
+    if h_kv > MAX_GRID_YZ:
+        raise ValueError(f"k_cache: expected at most {MAX_GRID_YZ} KV heads, got {h_kv}")
+    heads = h_q // h_kv
+    most_rows = (largest_dividend(heads) + 1) // TILE_ROWS * TILE_ROWS  # the last tile is divided whole
+    if s_q * heads > most_rows:
+        raise ValueError(
+            f"q: expected at most {most_rows} rows of a KV head (s_q * h_q / h_kv) with h_q / h_kv = {heads}"
+            f", got {s_q * heads}"
+        )
+
+
+def _check_pages(k_cache: Fields) -> tuple[int, ...]:
+    """Check the pages of the cache; returns its strides but the last."""
+    ptr, shape, strides, *_ = k_cache
+    num_blocks, page_block_size, _, _ = shape
+    if page_block_size & 63 and page_block_size not in (16, 32) or not 0 < page_block_size <= INT32_MAX:
+        raise ValueError(
+            "k_cache: expected a page_block_size of 16, 32 or a multiple of 64, got "
+            f"{page_block_size} in shape {list(shape)}"
+        )
+    if not num_blocks:
+        raise ValueError(f"k_cache: expected at least 1 block, got shape {list(shape)}")
+    usable = usable_strides(shape, strides)
+    if not strides_fit(ptr, shape, usable):
+        raise ValueError(
+            "k_cache: expected a 16-byte aligned address and strides that are positive multiples of 8 "
+            f"elements (TMA), got address {ptr:#x}, shape {list(shape)}, strides {list(strides)} (elements)"
+        )
+    return usable[:-1]
+
+
+def _max_seqlen(max_blocks: int, page_block_size: int) -> int:
+    """Find the most tokens of a request, which kernels must be able to divide by the size of a page."""
+    # A token's page is its number / 16, divided by the size of a page / 16.
+    most_tokens = 16 * (largest_dividend(page_block_size // 16) + 1)
+    max_seqlen = min(max_blocks * page_block_size, INT32_MAX)
+    if max_seqlen > most_tokens:
+        raise ValueError(
+            f"block_table: expected max_blocks * page_block_size of at most {most_tokens} tokens with a "
+            f"page_block_size of {page_block_size}, got {max_blocks} blocks"
+        )
+    return max_seqlen

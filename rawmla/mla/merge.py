@@ -5,22 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ..call.arguments import Arg, check_arguments, check_dtype, check_places, row_strides
 from ..call.arrays import ArrayView, inspect
-from ..call.checks import (
-    INT32_MAX,
-    check_no_overlap,
-    launch_place,
-    row_strides,
-    same_place,
-    usable_strides,
-)
+from ..call.checks import INT32_MAX, check_no_overlap, launch_place, usable_strides
 from ..kernels import mla_merge_states
 from ..kernels.common import D_V, ceil_div
 from ..kernels.mla_merge_states import ITEM_BYTES, MAX_PARTS, State
 
-__all__ = ["merge"]
-
 _Dims = tuple[int, int, int]  # n, s, h
+_DIMS = {4: (f"b s_q h_q {D_V}", "b h_q s_q"), 3: (f"s_q h_q {D_V}", "s_q h_q")}
+"""The dimensions of an out and of its lse, by how many out has."""
 
 
 def merge(outs: Sequence[Any], lses: Sequence[Any], out: Any) -> tuple[Any, Any]:
@@ -32,24 +26,28 @@ def merge(outs: Sequence[Any], lses: Sequence[Any], out: Any) -> tuple[Any, Any]
         raise ValueError(
             f"lses: expected at least 1, and as many as outs, got {len(lses)} lses and {len(outs)} outs"
         )
-    first = inspect(outs[0], "outs[0]")
-    dtype, dims = first.dtype, _dims(first)
-    lse_shape = _lse_shape(first)
-    parts = []
-    for i, (one_out, one_lse) in enumerate(zip(outs, lses, strict=True)):
-        view = inspect(one_out, f"outs[{i}]")
-        strides = _out_strides(f"outs[{i}]", view, first)
-        lse_view = inspect(one_lse, f"lses[{i}]")
-        lse_strides = _lse_strides(f"lses[{i}]", lse_view, lse_shape, first)
-        parts.append(State(view.ptr, lse_view.ptr, strides, lse_strides))
-
-    framework, device = first.framework, first.device
-    given_strides = None
+    views = {f"outs[{i}]": inspect(one, f"outs[{i}]") for i, one in enumerate(outs)}
+    of_lses = {f"lses[{i}]": inspect(one, f"lses[{i}]") for i, one in enumerate(lses)}
+    first = views["outs[0]"]
+    dims = _check_first(first)
+    of_out, of_lse = _DIMS[len(first.shape)]
     if out is not None:
-        target = inspect(out, "out")
-        given_strides = _out_strides("out", target, first)
-        check_no_overlap("out", target.shape, target.strides)
-        out_ptr = target.ptr
+        views["out"] = inspect(out, "out")
+    table = [Arg(name, "=outs[0]", of_out, has_rows=True) for name in views]
+    table += [Arg(name, "float32", of_lse) for name in of_lses]
+    arrays = {**views, **of_lses}
+    check_arguments(table, arrays)
+    check_places(arrays)
+    out_strides = {name: _out_strides(name, view) for name, view in views.items()}
+    parts = [
+        State(views[f"outs[{i}]"].ptr, view.ptr, out_strides[f"outs[{i}]"], _lse_strides(view))
+        for i, view in enumerate(of_lses.values())
+    ]
+    if out is not None:
+        check_no_overlap("out", views["out"].shape, views["out"].strides)
+
+    framework, device, dtype = first.framework, first.device, first.dtype
+    lse_shape = tuple(of_lses["lses[0]"].shape)
     rows = dims[0] * dims[1] * dims[2]
     scratch_bytes = _scratch_states(len(parts)) * _state_bytes(rows)
     lse, scratch = framework.allocator([(lse_shape, "float32")], scratch_bytes, device)()
@@ -57,6 +55,8 @@ def merge(outs: Sequence[Any], lses: Sequence[Any], out: Any) -> tuple[Any, Any]
     if out is None:
         out = framework.empty(tuple(first.shape), dtype, device)
         out_ptr = framework.pointer(out)
+    else:
+        out_ptr = views["out"].ptr
     if not rows:
         return out, lse
 
@@ -66,7 +66,7 @@ def merge(outs: Sequence[Any], lses: Sequence[Any], out: Any) -> tuple[Any, Any]
     result = State(
         out_ptr,
         framework.pointer(lse),
-        given_strides or (s * h * D_V, h * D_V, D_V),
+        out_strides.get("out", (s * h * D_V, h * D_V, D_V)),
         (s * h, 1, s) if len(first.shape) == 4 else (s * h, h, 1),
     )
     mla_merge_states.launch(parts, result, part_dtype, dtype, **call)
@@ -107,11 +107,10 @@ def _scratch_states(parts: int) -> int:
     return states
 
 
-def _dims(first: ArrayView) -> _Dims:
+def _check_first(first: ArrayView) -> _Dims:
     """Check the first of the outs; returns (b, s_q, h_q), where b is 1 if there is no such dimension."""
-    if first.dtype not in ITEM_BYTES:
-        raise TypeError(f"outs[0]: expected dtype {' or '.join(ITEM_BYTES)}, got {first.dtype}")
-    if len(first.shape) not in (3, 4) or first.shape[-1] != D_V:
+    check_dtype("outs[0]", first, " ".join(ITEM_BYTES))
+    if len(first.shape) not in _DIMS or first.shape[-1] != D_V:
         raise ValueError(
             f"outs[0]: expected shape [b, s_q, h_q, {D_V}] or [s_q, h_q, {D_V}], got {list(first.shape)}"
         )
@@ -121,21 +120,8 @@ def _dims(first: ArrayView) -> _Dims:
     return n, s, h
 
 
-def _lse_shape(out: ArrayView) -> tuple[int, ...]:
-    if len(out.shape) == 4:
-        return out.shape[0], out.shape[2], out.shape[1]
-    return out.shape[0], out.shape[1]
-
-
-def _out_strides(name: str, view: ArrayView, first: ArrayView) -> tuple[int, int, int]:
-    """Check an out against the first one; returns its strides in elements."""
-    if view.dtype != first.dtype:
-        raise TypeError(f"{name}: expected dtype {first.dtype}, the dtype of outs[0], got {view.dtype}")
-    if tuple(view.shape) != tuple(first.shape):
-        raise ValueError(
-            f"{name}: expected shape {list(first.shape)}, the shape of outs[0], got {list(view.shape)}"
-        )
-    same_place(name, view, first, "outs[0]")
+def _out_strides(name: str, view: ArrayView) -> tuple[int, int, int]:
+    """Check the alignment of an out; returns its strides in elements, 0 for a b that it does not have."""
     strides = row_strides(name, view)
     if any(byte % 16 for byte in (view.ptr, *(stride * ITEM_BYTES[view.dtype] for stride in strides))):
         raise ValueError(
@@ -146,17 +132,7 @@ def _out_strides(name: str, view: ArrayView, first: ArrayView) -> tuple[int, int
     return stride_n, stride_s, stride_h
 
 
-def _lse_strides(
-    name: str, view: ArrayView, shape: tuple[int, ...], first: ArrayView
-) -> tuple[int, int, int]:
-    """Check an lse; returns its strides in the order of the dimensions of out."""
-    if view.dtype != "float32":
-        raise TypeError(f"{name}: expected dtype float32, got {view.dtype}")
-    if tuple(view.shape) != shape:
-        raise ValueError(
-            f"{name}: expected shape {list(shape)} for outs of shape {list(first.shape)}, "
-            f"got {list(view.shape)}"
-        )
-    same_place(name, view, first, "outs[0]")
+def _lse_strides(view: ArrayView) -> tuple[int, int, int]:
+    """The strides of an lse in the order of the dimensions of out."""
     strides = usable_strides(view.shape, view.strides)
-    return (strides[0], strides[2], strides[1]) if len(shape) == 3 else (0, strides[0], strides[1])
+    return (strides[0], strides[2], strides[1]) if len(strides) == 3 else (0, strides[0], strides[1])

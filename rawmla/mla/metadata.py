@@ -4,20 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..call.arguments import Arg, check_arguments, check_places
 from ..call.arrays import inspect
-from ..call.checks import as_count
+from ..call.checks import as_count, launch_place
 from ..kernels import mla_metadata
 from ..kernels.common import BLOCK_TOKENS, MAX_TOPK, ceil_div
-from .plan import FlashMLASchedMeta, check_plan_arrays, count_parts, empty_arrays, is_plan_object
+from .plan import IDLE, FlashMLASchedMeta, check_plan_arrays, count_parts, is_plan_object, make_plan
 
-__all__ = [
-    "batch_invariant_of",
-    "check_topk_of",
-    "compute",
-    "given_arrays",
-    "is_empty",
-    "note_batch_invariant",
-]
+_TABLE = (Arg("cache_seqlens", "int32", "b", has_rows=True),)
 
 
 def compute(
@@ -31,16 +25,9 @@ def compute(
 ) -> tuple[Any, Any]:
     """Run `rawmla.get_mla_metadata` with arguments."""
     lengths = inspect(cache_seqlens, "cache_seqlens")
-    ptr, shape, strides, dtype, device, framework, _ = lengths
-    if dtype != "int32":
-        raise TypeError(f"cache_seqlens: expected dtype int32, got {dtype}")
-    if len(shape) != 1:
-        raise ValueError(f"cache_seqlens: expected shape [b], got {list(shape)}")
-    b = shape[0]
+    b = check_arguments(_TABLE, {"cache_seqlens": lengths})["b"]
     if b > mla_metadata.MAX_BATCH:
         raise ValueError(f"cache_seqlens: expected at most {mla_metadata.MAX_BATCH} requests, got {b}")
-    if b > 1 and strides[0] != 1:
-        raise ValueError(f"cache_seqlens: expected a contiguous array, got stride {strides[0]} (elements)")
     h_kv = as_count("num_heads_k", num_heads_k)
     rows_q = as_count("num_q_tokens_per_head_k", num_q_tokens_per_head_k) * h_kv
     h_q = rows_q if num_heads_q is None else as_count("num_heads_q", num_heads_q)
@@ -50,7 +37,7 @@ def compute(
             f"num_heads_k = {rows_q}, got {h_q} with num_heads_k = {h_kv}"
         )
 
-    tokens = mla_metadata.TokenCounts(ptr)
+    tokens = mla_metadata.TokenCounts(lengths.ptr)
     if topk is not None:
         topk = as_count("topk", topk)
         if topk > MAX_TOPK:
@@ -65,39 +52,29 @@ def compute(
         check_topk_of(plan, topk)
     is_new = out is None or plan is not None and is_empty(plan)
     if is_new:
-        num_parts = count_parts(device, rows_q // h_q, h_q, h_kv, topk is not None)
-        rows, splits = empty_arrays(framework, num_parts, b, device)
-        rows_ptr, splits_ptr = framework.pointer(rows), framework.pointer(splits)
-        splits_length = b + 1
+        num_parts = count_parts(lengths.device, rows_q // h_q, h_q, h_kv, topk is not None)
+        rows, splits = make_plan(lengths, b, num_parts, tokens, plan is not None, batch_invariant)
     else:
         rows, splits = given_arrays(out)
-        rows_view, splits_view = inspect(rows, "out[0]"), inspect(splits, "out[1]")
-        rows_ptr, splits_ptr = rows_view.ptr, splits_view.ptr
-        num_parts = check_plan_arrays(
-            rows_view, splits_view, b, device, framework, "cache_seqlens", ("out[0]", "out[1]")
-        )
-        splits_length = splits_view.shape[0]
-
-    if b:
-        mla_metadata.launch(
-            device=device,
-            stream=framework.current_stream(device),
-            capturing=framework.capture_query(device),
-            tokens=tokens,
-            b=b,
-            num_parts=num_parts,
-            sched_meta=rows_ptr,
-            num_splits=splits_ptr,
-            splits_length=splits_length,
-            object_layout=plan is not None,
-            batch_invariant=batch_invariant,
-        )
-    else:
-        # begin < 0: every partition is idle, whatever the batch of the call that reads it. Given arrays may
-        # be of another framework.
-        for array, name, value in ((rows, "out[0]", -1), (splits, "out[1]", 0)):
-            view = inspect(array, name)
-            view.framework.fill(view.array, value)
+        names = ("out[0]", "out[1]")
+        given_rows, given_splits = inspect(rows, names[0]), inspect(splits, names[1])
+        check_places({"cache_seqlens": lengths, names[0]: given_rows, names[1]: given_splits})
+        num_parts = check_plan_arrays(given_rows, given_splits, b, names)
+        if b:
+            mla_metadata.launch(
+                **launch_place(lengths),
+                tokens=tokens,
+                b=b,
+                num_parts=num_parts,
+                sched_meta=given_rows.ptr,
+                num_splits=given_splits.ptr,
+                splits_length=given_splits.shape[0],
+                object_layout=plan is not None,
+                batch_invariant=batch_invariant,
+            )
+        else:
+            given_rows.framework.fill(given_rows.array, IDLE)  # perhaps another framework than of lengths
+            given_splits.framework.fill(given_splits.array, 0)
     if plan is None:
         return rows, splits
     if is_new:

@@ -12,35 +12,12 @@ from typing import Any, NamedTuple, NoReturn, TypeGuard
 from weakref import ref
 
 from .. import jit
-from ..call import checks
+from ..call.arguments import Arg, Sizes, check_arguments, check_dtype
 from ..call.arrays import READERS, address_of, is_array, read_given
+from ..call.checks import INT32_MAX
 from ..call.frameworks import Fields, Framework
 from ..kernels import mla_metadata
 from ..kernels.common import BLOCK_TOKENS, MAX_GRID_YZ
-
-__all__ = [
-    "FlashMLASchedMeta",
-    "GivenPlan",
-    "PlanArrays",
-    "PreparedDecode",
-    "SchedConfig",
-    "check_config",
-    "check_plan",
-    "check_plan_arrays",
-    "compute_plan",
-    "config_for",
-    "count_parts",
-    "empty_arrays",
-    "fields_of",
-    "is_plan_object",
-    "mark_plan",
-    "plan_object",
-    "read_plan",
-    "refuse_no_splits",
-    "refuse_one_array",
-    "refuse_splits",
-    "refuse_what_is_no_plan",
-]
 
 
 @dataclass(slots=True)
@@ -123,6 +100,9 @@ class FlashMLASchedMeta:
     enable_batch_invariant: bool = False
 
 
+IDLE = -1
+"""The begin of a partition without work, whatever the batch of the call that reads it."""
+
 _PLAN_FIELDS = ("have_initialized", "config", "tile_scheduler_metadata", "num_splits")
 """The fields that make an object of any library a plan."""
 
@@ -181,7 +161,7 @@ def read_plan(tile_scheduler_metadata: Any, num_splits: Any, batch_invariant: bo
     elif num_splits is None:
         refuse_what_is_no_plan(rows)
         refuse_no_splits()
-    return plan, _find_arrays(rows, num_splits) or _read_arrays(rows, num_splits), batch_invariant
+    return plan, _read_arrays(rows, num_splits), batch_invariant
 
 
 _latest: tuple[ref[Any], ref[Any], Callable[[Any], int], tuple[Any, ...], PlanArrays] | None = None
@@ -190,36 +170,26 @@ read of them. It is replaced as a whole, so threads see one plan or another.
 """
 
 
-def _find_arrays(rows: Any, num_splits: Any) -> PlanArrays | None:
-    """Find what was read of these arrays, if they belong to the latest plan.
-
-    All layers of a decoding step share a plan. To recognise its arrays by identity, address and shape takes
-    half the time of reading them. Strides that change in place, but not the shape, stay unnoticed.
-    """
-    latest = _latest
-    if latest is None:
-        return None
-    old_rows, old_splits, pointer, state, found = latest
-    if old_rows() is rows is not None and old_splits() is num_splits is not None:
-        if (pointer(rows), pointer(num_splits), rows.shape, num_splits.shape) == state:
-            return found
-    return None
-
-
 def _read_arrays(rows: Any, num_splits: Any) -> PlanArrays:
     """Read the arrays of a plan, and remember them by weak references.
 
-    An array of another library is not remembered, because its view belongs to an array made for this call.
+    All layers of a decoding step share a plan. To recognise its arrays by identity, address and shape takes
+    half the time of reading them. Strides that change in place, but not the shape, stay unnoticed. An array
+    of another library is not remembered, because its view belongs to an array made for this call.
     """
     global _latest
+    if _latest is not None:
+        old_rows, old_splits, pointer, state, found = _latest
+        if old_rows() is rows is not None and old_splits() is num_splits is not None:
+            if (pointer(rows), pointer(num_splits), rows.shape, num_splits.shape) == state:
+                return found
     if type(rows) not in READERS:
         refuse_what_is_no_plan(rows)
     views = (
         READERS[type(rows)](rows, "tile_scheduler_metadata"),
         READERS[type(num_splits)](num_splits, "num_splits"),
     )
-    (rows_ptr, rows_shape, *_, owner), (splits_ptr, splits_shape, *_, splits_owner) = views
-    framework = views[0][5]
+    (rows_ptr, rows_shape, *_, framework, owner), (splits_ptr, splits_shape, *_, splits_owner) = views
     found = PlanArrays(rows_ptr, splits_ptr, (rows_ptr & 15, views[0][1:6], views[1][1:6]), views)
     if owner is rows and splits_owner is num_splits and views[1][5] is framework:
         kept = found._replace(views=((*views[0][:6], None), (*views[1][:6], None)))
@@ -242,7 +212,7 @@ def check_plan(plan: GivenPlan, config: SchedConfig, device: int, framework: Fra
         raise ValueError(
             f"q: expected at most {MAX_GRID_YZ} requests with a batch-invariant plan, got {config.b}"
         )
-    return check_plan_arrays(*arrays.views, config.b, device, framework, "q")
+    return check_plan_arrays(*arrays.views, config.b)
 
 
 def is_plan_object(given: Any) -> TypeGuard[FlashMLASchedMeta]:
@@ -314,24 +284,35 @@ def _load_kernel(config: SchedConfig, device: int, framework: Framework) -> int:
     return num_parts
 
 
-def compute_plan(
-    config: SchedConfig, num_parts: int, tokens: mla_metadata.TokenCounts, device: int, framework: Framework
+def make_plan(
+    given: Fields,
+    b: int,
+    num_parts: int,
+    tokens: mla_metadata.TokenCounts,
+    object_layout: bool,
+    batch_invariant: bool,
 ) -> tuple[Any, Any]:
-    """Make the two arrays of an empty object and enqueue their computation. The object stays as it is."""
-    rows, num_splits = empty_arrays(framework, num_parts, config.b, device)
-    mla_metadata.launch(
-        device=device,
-        stream=framework.current_stream(device),
-        capturing=framework.capture_query(device),
-        tokens=tokens,
-        b=config.b,
-        num_parts=num_parts,
-        sched_meta=framework.pointer(rows),
-        num_splits=framework.pointer(num_splits),
-        splits_length=config.b + 1,
-        object_layout=True,
-        batch_invariant=config.enable_batch_invariant,
-    )
+    """Make the two arrays of a plan where the array ``given`` is, and enqueue their computation."""
+    _, _, _, _, device, framework, _ = given
+    rows = framework.empty((num_parts, mla_metadata.PLAN_COLUMNS), "int32", device)
+    num_splits = framework.empty((b + 1,), "int32", device)
+    if b:
+        mla_metadata.launch(
+            device=device,
+            stream=framework.current_stream(device),
+            capturing=framework.capture_query(device),
+            tokens=tokens,
+            b=b,
+            num_parts=num_parts,
+            sched_meta=framework.pointer(rows),
+            num_splits=framework.pointer(num_splits),
+            splits_length=b + 1,
+            object_layout=object_layout,
+            batch_invariant=batch_invariant,
+        )
+    else:
+        framework.fill(rows, IDLE)
+        framework.fill(num_splits, 0)
     return rows, num_splits
 
 
@@ -357,9 +338,8 @@ def plan_object(
     given = vectors[0] if selections[0] is None else selections[0]
     assert given is not None
     _, (b, *_), _, _, device, framework, _ = given
-    for name, view in zip(of_vectors, vectors, strict=True):
-        if view is not None:
-            checks.check_vector(name, view, ("int32",), b, "a number of each request")
+    table = [Arg(name, "int32", "b", has_rows=True) for name in of_vectors]
+    check_arguments(table, dict(zip(of_vectors, vectors, strict=True)), Sizes(b=b))
     lengths, *limits = map(address_of, vectors)
     tokens, topk = mla_metadata.TokenCounts(lengths), None
     if indices is not None:
@@ -376,12 +356,7 @@ def plan_object(
         enable_batch_invariant=enable_batch_invariant,
     )
     num_parts = _load_kernel(config, device, framework)
-    if b:
-        return compute_plan(config, num_parts, tokens, device, framework)
-    rows, num_splits = empty_arrays(framework, num_parts, b, device)
-    framework.fill(rows, -1)  # idle, as in `get_mla_metadata`
-    framework.fill(num_splits, 0)
-    return rows, num_splits
+    return make_plan(given, b, num_parts, tokens, object_layout=True, batch_invariant=enable_batch_invariant)
 
 
 def mark_plan(plan: FlashMLASchedMeta, config: SchedConfig, made: tuple[Any, Any] | None) -> None:
@@ -433,35 +408,29 @@ def check_plan_arrays(
     rows: Fields,
     num_splits: Fields,
     b: int,
-    device: int,
-    framework: Framework,
-    reference: str,
     names: tuple[str, str] = ("tile_scheduler_metadata", "num_splits"),
 ) -> int:
-    """Check the two arrays of a plan for `b` requests; returns the number of partitions."""
-    ptr, shape, strides, dtype, _, _, _ = rows
-    if dtype != "int32":
-        raise TypeError(f"{names[0]}: expected dtype int32, got {dtype}")
+    """Check the two arrays of a plan for `b` requests, but their places; returns the number of partitions."""
+    of_rows, of_splits = names
+    check_dtype(of_rows, rows, "int32")
+    ptr, shape, strides, *_ = rows
     if len(shape) != 2 or shape[1] != mla_metadata.PLAN_COLUMNS or not 0 < shape[0] <= MAX_GRID_YZ:
         raise ValueError(
-            f"{names[0]}: expected shape [num_sm_parts, {mla_metadata.PLAN_COLUMNS}] with 1 to {MAX_GRID_YZ} "
+            f"{of_rows}: expected shape [num_sm_parts, {mla_metadata.PLAN_COLUMNS}] with 1 to {MAX_GRID_YZ} "
             f"rows, got {list(shape)}"
         )
-    if strides[1] != 1 or strides[0] != mla_metadata.PLAN_COLUMNS and shape[0] > 1 or ptr & 15:
+    num_parts = shape[0]
+    if strides[1] != 1 or strides[0] != mla_metadata.PLAN_COLUMNS and num_parts > 1 or ptr & 15:
         raise ValueError(
-            f"{names[0]}: expected a contiguous array at a 16-byte aligned address, got strides "
+            f"{of_rows}: expected a contiguous array at a 16-byte aligned address, got strides "
             f"{list(strides)} (elements), address {ptr:#x}"
         )
-    num_parts = shape[0]
-    _, shape, strides, dtype, _, _, _ = num_splits
-    if dtype != "int32":
-        raise TypeError(f"{names[1]}: expected dtype int32, got {dtype}")
-    if len(shape) != 1 or not b < shape[0] <= checks.INT32_MAX:
-        raise ValueError(f"{names[1]}: expected shape [n] with n >= b + 1 = {b + 1}, got {list(shape)}")
+    check_dtype(of_splits, num_splits, "int32")
+    _, shape, strides, *_ = num_splits
+    if len(shape) != 1 or not b < shape[0] <= INT32_MAX:
+        raise ValueError(f"{of_splits}: expected shape [n] with n >= b + 1 = {b + 1}, got {list(shape)}")
     if strides[0] != 1 and b > 0:
-        raise ValueError(f"{names[1]}: expected a contiguous array, got stride {strides[0]} (elements)")
-    checks.check_place(names[0], rows, device, framework, reference)
-    checks.check_place(names[1], num_splits, device, framework, reference)
+        raise ValueError(f"{of_splits}: expected a contiguous array, got stride {strides[0]} (elements)")
     return num_parts
 
 
@@ -471,11 +440,3 @@ def count_parts(device: int, s_q: int, h_q: int, h_kv: int, is_sparse: bool) -> 
     if is_sparse:
         return mla_metadata.num_sm_parts_sparse(sm_count, s_q, h_q)
     return mla_metadata.num_sm_parts(sm_count, s_q, h_q, h_kv)
-
-
-def empty_arrays(framework: Framework, num_parts: int, b: int, device: int) -> tuple[Any, Any]:
-    """Make the two arrays of a plan, which are still to be computed."""
-    return (
-        framework.empty((num_parts, mla_metadata.PLAN_COLUMNS), "int32", device),
-        framework.empty((b + 1,), "int32", device),
-    )

@@ -5,59 +5,40 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
+from ..call.arguments import Arg, check_arguments, check_places, mixes_frameworks
 from ..call.arrays import READERS, address_of, read_given
-from ..call.checks import as_softmax_scale, check_streams, mixes_frameworks
-from ..call.frameworks import Fields
+from ..call.checks import as_softmax_scale
 from ..call.memo import Memo, kind_of
 from ..kernels import mla_metadata, mla_sparse
 from ..kernels.common import D_V
 from ..kernels.mla_sparse import NO_CACHE, SparseCall
-from .arguments import (
-    check_out,
-    check_selection,
-    check_sparse_cache,
-    check_sparse_q,
-    check_vectors,
-    q_strides,
-    read_pair,
-)
+from .arguments import check_sparse_cache, check_sparse_q, out_of, q_strides, read_pair, with_selection
 from .plan import (
     GivenPlan,
     PreparedDecode,
     SchedConfig,
     check_config,
     check_plan,
-    compute_plan,
     fields_of,
+    make_plan,
     mark_plan,
     read_plan,
 )
-
-__all__ = ["ExtraCache", "decode"]
-
 
 ExtraCache = tuple[Any, Any, Any]
 """A second cache that is attended in the same softmax: the cache, its indices and how many of them count."""
 
 
-class _Arrays(NamedTuple):
-    """The arrays of a call by the names of the arguments; None: not given."""
-
-    q: Fields
-    q_rope: Fields | None  # RoPE of q, if it is an array of its own
-    k_cache: Fields
-    indices: Fields
-    topk_length: Fields | None
-    extra_k_cache: Fields | None
-    extra_indices_in_kvcache: Fields | None
-    extra_topk_length: Fields | None
-    attn_sink: Fields | None
-    tile_scheduler_metadata: Fields | None  # None: of an empty object
-    num_splits: Fields | None
-    out: Fields | None
-
+_TABLE = (
+    Arg("indices", "int32", "b s_q topk", has_rows=True),
+    Arg("topk_length", "int32", "b", has_rows=True),
+    Arg("extra_indices_in_kvcache", "int32", "b s_q extra_topk", has_rows=True),
+    Arg("extra_topk_length", "int32", "b", has_rows=True),
+    Arg("attn_sink", "float32", "h_q", has_rows=True),
+    Arg("out", "=q", f"b s_q h_q {D_V}"),
+)
 
 _calls: Memo[PreparedDecode] = Memo(shared=True)
 
@@ -114,12 +95,22 @@ def decode(
     call = _calls.get(key)
     if call is None or call.mixes_frameworks:
         rows_view, splits_view = plan_arrays.views if plan_arrays else (None, None)
-        arrays = _Arrays(
-            q_view, rope_view, k_view, indices_view, length_view, extra_view, extra_indices_view,
-            extra_length_view, sink_view, rows_view, splits_view, out_view,
-        )  # fmt: skip
+        arrays = {
+            "q": q_view,
+            "q_rope": rope_view,
+            "k_cache": k_view,
+            "indices": indices_view,
+            "topk_length": length_view,
+            "extra_k_cache": extra_view,
+            "extra_indices_in_kvcache": extra_indices_view,
+            "extra_topk_length": extra_length_view,
+            "attn_sink": sink_view,
+            "tile_scheduler_metadata": rows_view,
+            "num_splits": splits_view,
+            "out": out_view,
+        }
         call = call or _calls.keep(key, _prepare(arrays, plan, softmax_scale, is_fp8_kvcache))
-        check_streams(arrays, device, framework)
+        check_places(arrays)
     allocate, launch, q_is_copied, rope_bytes, _, num_parts, config, config_fields = call
     if holder is not None and holder.have_initialized:
         check_config(holder.config, config_fields)
@@ -139,7 +130,7 @@ def decode(
     if plan_arrays is None:
         widths = config.topk or 0, config.extra_topk or 0
         tokens = mla_metadata.TokenCounts(length_ptr, extra_length_ptr, *widths)
-        made = compute_plan(config, num_parts, tokens, device, framework)
+        made = make_plan(q_view, config.b, num_parts, tokens, True, config.enable_batch_invariant)
         rows_ptr, splits_ptr = map(framework.pointer, made)
     else:
         rows_ptr, splits_ptr, _, _ = plan_arrays
@@ -162,41 +153,33 @@ def decode(
 
 
 def _prepare(
-    arrays: _Arrays, plan: GivenPlan, softmax_scale: float | None, is_fp8_kvcache: bool
+    arrays: dict[str, Any], plan: GivenPlan, softmax_scale: float | None, is_fp8_kvcache: bool
 ) -> PreparedDecode:
     """Check a call, load its kernels and work out their parameters."""
-    q, d_qk = check_sparse_q(arrays, ("b", "s_q", "h_q", "d_qk"), " with indices")
-    _, (b, s_q, h_q, _), _, dtype, device, framework, _ = q
-    extra_given = [arrays.extra_k_cache is not None, arrays.extra_indices_in_kvcache is not None]
+    q = arrays["q"]
+    _, _, _, dtype, device, framework, _ = q
+    sizes = check_sparse_q(arrays, "b s_q h_q d_qk", " with indices")
+    b, s_q, h_q, d_qk = [sizes[dim] for dim in ("b", "s_q", "h_q", "d_qk")]
+    extra_given = [arrays["extra_k_cache"] is not None, arrays["extra_indices_in_kvcache"] is not None]
     if any(extra_given) != all(extra_given):
         missing = "extra_indices_in_kvcache" if extra_given[0] else "extra_k_cache"
         raise ValueError(f"{missing}: expected an array, as the other of the two was given, got None")
-    if arrays.extra_topk_length is not None and not all(extra_given):
+    if arrays["extra_topk_length"] is not None and not all(extra_given):
         raise ValueError("extra_topk_length: expected None without extra_k_cache, got an array")
-    of_q = "the b and s_q of q"
-    format, cache, load_bytes = check_sparse_cache("k_cache", arrays.k_cache, d_qk, is_fp8_kvcache)
-    cache = check_selection(cache, "indices", arrays.indices, b, s_q, of_q)
+    check_arguments(_TABLE, arrays, sizes)
+    format, cache, load_bytes = check_sparse_cache("k_cache", arrays["k_cache"], d_qk, is_fp8_kvcache)
+    cache = with_selection(cache, "indices", arrays["indices"])
     extra = NO_CACHE
-    if arrays.extra_k_cache is not None and arrays.extra_indices_in_kvcache is not None:
+    if arrays["extra_k_cache"] is not None and arrays["extra_indices_in_kvcache"] is not None:
         name = "extra_k_cache"
-        _, extra, extra_load_bytes = check_sparse_cache(name, arrays.extra_k_cache, d_qk, is_fp8_kvcache)
-        name = "extra_indices_in_kvcache"
-        extra = check_selection(extra, name, arrays.extra_indices_in_kvcache, b, s_q, of_q)
+        _, extra, extra_load_bytes = check_sparse_cache(name, arrays["extra_k_cache"], d_qk, is_fp8_kvcache)
+        extra = with_selection(
+            extra, "extra_indices_in_kvcache", arrays["extra_indices_in_kvcache"], "extra_topk"
+        )
         load_bytes = min(load_bytes, extra_load_bytes)
-    check_vectors(
-        arrays,
-        {
-            "topk_length": ("int32", b, "b"),
-            "extra_topk_length": ("int32", b, "b"),
-            "attn_sink": ("float32", h_q, "h_q"),
-        },
-    )
-    strides = q_strides(q, arrays.q_rope, d_qk)
-    results = [((b, s_q, h_q, D_V), dtype), ((b, h_q, s_q), "float32")]
-    out_strides: tuple[int, ...] = (s_q * h_q * D_V, h_q * D_V, D_V)
-    if arrays.out is not None:
-        out_strides = check_out(arrays.out, q)
-        del results[0]
+    strides = q_strides(q, arrays["q_rope"], d_qk)
+    results, steps = out_of(q, arrays["out"])
+    results.append(((b, h_q, s_q), "float32"))
     holder, *_, batch_invariant = plan
     config = SchedConfig(
         b,
@@ -230,7 +213,7 @@ def _prepare(
                 num_parts=num_parts,
                 object_layout=holder is not None,
                 batch_invariant=batch_invariant,
-                out_strides=out_strides,
+                out_strides=steps,
                 softmax_scale=d_qk**-0.5 if softmax_scale is None else softmax_scale,
             ),
             framework.capture_query(device),

@@ -10,38 +10,26 @@ from math import log
 from typing import Any, NamedTuple
 
 from .. import jit
+from ..call.arguments import (
+    Arg,
+    Sizes,
+    check_arguments,
+    check_dtype,
+    check_places,
+    check_shape,
+    mixes_frameworks,
+    row_strides,
+)
 from ..call.arrays import READERS
-from ..call.checks import as_bool, as_softmax_scale, check_streams, mixes_frameworks, show, usable_strides
+from ..call.checks import as_bool, as_softmax_scale, show
 from ..call.frameworks import Fields
 from ..call.memo import Memo, kind_of
 from ..kernels import mla_metadata, mla_sparse_prefill
 from ..kernels.common import D_V
 from ..kernels.mla_sparse import NO_CACHE, Cache, SparseAddresses, SparseCall
-from .arguments import (
-    check_out,
-    check_selection,
-    check_sparse_cache,
-    check_sparse_q,
-    check_vectors,
-    q_strides,
-    read_pair,
-)
-
-__all__ = ["prefill"]
+from .arguments import check_sparse_cache, check_sparse_q, out_of, q_strides, read_pair, with_selection
 
 _LSE_FACTORS = {"2": 1.0, "e": log(2.0)}
-
-
-class _Arrays(NamedTuple):
-    """The arrays of a call by the names of the arguments; None: not given."""
-
-    q: Fields
-    q_rope: Fields | None  # RoPE of q, if it is an array of its own
-    kv: Fields
-    indices: Fields
-    topk_length: Fields | None
-    attn_sink: Fields | None
-    out: Fields | None
 
 
 class _Prepared(NamedTuple):
@@ -57,6 +45,13 @@ class _Prepared(NamedTuple):
     mixes_frameworks: bool
     """Some arrays are of another framework than q."""
 
+
+_TABLE = (
+    Arg("indices", "int32", "s_q 1 topk", has_rows=True),
+    Arg("topk_length", "int32", "s_q", has_rows=True),
+    Arg("attn_sink", "float32", "h_q", has_rows=True),
+    Arg("out", "=q", f"s_q h_q {D_V}"),
+)
 
 _calls: Memo[_Prepared] = Memo(shared=True)
 
@@ -102,10 +97,18 @@ def prefill(
     )  # fmt: skip
     call = _calls.get(key)
     if call is None or call.mixes_frameworks:
-        arrays = _Arrays(q_view, rope_view, kv_view, indices_view, length_view, sink_view, out_view)
+        arrays = {
+            "q": q_view,
+            "q_rope": rope_view,
+            "kv": kv_view,
+            "indices": indices_view,
+            "topk_length": length_view,
+            "attn_sink": sink_view,
+            "out": out_view,
+        }
         options = softmax_scale, lse_factor, is_fp8_kvcache, enable_batch_invariant
         call = call or _calls.keep(key, _prepare(arrays, *options))
-        check_streams(arrays, device, framework)
+        check_places(arrays)
     allocate, launch, q_is_copied, rope_bytes, _ = call
     if launch is None:
         *results, max_logits, lse, _ = allocate()
@@ -140,44 +143,44 @@ def _as_lse_factor(log_base: Any) -> float:
     return factor
 
 
-def _check_rows_of_kv(kv: Fields, d_qk: int) -> Cache:
+def _rows_of_kv(kv: Fields, d_qk: int) -> Cache:
     """Check the bf16 kv of a call; returns it as a cache of blocks of one token, without a selection."""
-    ptr, shape, strides, dtype, _, _, _ = kv
-    if dtype != "bfloat16":
-        raise TypeError(f"kv: expected dtype bfloat16 with is_fp8_kvcache=False, got {dtype}")
-    if len(shape) != 3 or shape[1] != 1 or shape[2] != d_qk:
-        raise ValueError(f"kv: expected shape [s_kv, 1, {d_qk}] (the d_qk of q), got {list(shape)}")
-    if not shape[0]:
+    check_dtype("kv", kv, "bfloat16", " with is_fp8_kvcache=False")
+    sizes = Sizes(d_qk=d_qk)
+    check_shape("kv", kv, "s_kv 1 d_qk", sizes)
+    ptr, shape, strides, *_ = kv
+    if not sizes["s_kv"]:
         raise ValueError(f"kv: expected at least 1 token, got shape {list(shape)}")
-    stride, _, step = usable_strides(shape, strides)
-    if step != 1:
-        raise ValueError(f"kv: expected a contiguous last dimension, got strides {list(strides)} (elements)")
+    stride, _ = row_strides("kv", kv)
     if ptr & 15 or stride & 7 or stride < 0:
         raise ValueError(
             "kv: expected a 16-byte aligned address and a stride of tokens that is a multiple of 8, not "
             f"negative, got address {ptr:#x}, strides {list(strides)} (elements)"
         )
-    return Cache(1, shape[0], 2 * stride, 2 * d_qk, 0, 0, 0)
+    return Cache(1, sizes["s_kv"], 2 * stride, 2 * d_qk, 0, 0, 0)
 
 
 def _prepare(
-    arrays: _Arrays, softmax_scale: float, lse_factor: float, is_fp8_kvcache: bool, batch_invariant: bool
+    arrays: dict[str, Any],
+    softmax_scale: float,
+    lse_factor: float,
+    is_fp8_kvcache: bool,
+    batch_invariant: bool,
 ) -> _Prepared:
     """Check a call, load its kernels and work out their parameters."""
-    q, d_qk = check_sparse_q(arrays, ("s_q", "h_q", "d_qk"))
-    _, (s_q, h_q, _), _, dtype, device, framework, _ = q
+    q = arrays["q"]
+    _, _, _, dtype, device, framework, _ = q
+    sizes = check_sparse_q(arrays, "s_q h_q d_qk")
+    check_arguments(_TABLE, arrays, sizes)
+    s_q, h_q, d_qk = sizes["s_q"], sizes["h_q"], sizes["d_qk"]
     if is_fp8_kvcache:
-        format, cache, load_bytes = check_sparse_cache("kv", arrays.kv, d_qk, is_fp8_kvcache)
+        format, cache, load_bytes = check_sparse_cache("kv", arrays["kv"], d_qk, is_fp8_kvcache)
     else:
-        format, cache, load_bytes = "bf16", _check_rows_of_kv(arrays.kv, d_qk), 16
-    cache = check_selection(cache, "indices", arrays.indices, s_q, 1, "the s_q of q")
-    check_vectors(arrays, {"topk_length": ("int32", s_q, "s_q"), "attn_sink": ("float32", h_q, "h_q")})
-    strides = q_strides(q, arrays.q_rope, d_qk)
-    results = [((s_q, h_q, D_V), dtype), ((s_q, h_q), "float32"), ((s_q, h_q), "float32")]
-    out_strides: tuple[int, ...] = (h_q * D_V, D_V)
-    if arrays.out is not None:
-        out_strides = check_out(arrays.out, q)
-        del results[0]
+        format, cache, load_bytes = "bf16", _rows_of_kv(arrays["kv"], d_qk), 16
+    cache = with_selection(cache, "indices", arrays["indices"])
+    strides = q_strides(q, arrays["q_rope"], d_qk)
+    results, steps = out_of(q, arrays["out"])
+    results += [((s_q, h_q), "float32")] * 2
     scratch_bytes, launch = 0, None
     if s_q:
         prepared = mla_sparse_prefill.prepare(
@@ -193,12 +196,12 @@ def _prepare(
                 extra=NO_CACHE,
                 q_strides=(strides.q[0], 0, strides.q[1]),
                 q_rope_strides=(strides.q_rope[0], 0, strides.q_rope[1]),
-                out_strides=(out_strides[0], 0, out_strides[1]),
+                out_strides=(steps[0], 0, steps[1]),
                 num_parts=mla_metadata.num_sm_parts_sparse(jit.device_info(device).sm_count, 1, h_q),
                 object_layout=True,
                 softmax_scale=softmax_scale,
                 lse_factor=lse_factor,
-                limited=arrays.topk_length is not None,
+                limited=arrays["topk_length"] is not None,
                 batch_invariant=batch_invariant,
             ),
             framework.capture_query(device),
