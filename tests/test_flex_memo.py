@@ -650,7 +650,7 @@ def test_tensors_that_change_in_place(bind: Any, change: Callable[..., Any]) -> 
     change(table)
     made = bind(function)
     assert made.addresses == [table.data_ptr()]
-    assert [x.dtype for x in made.form.variant.mod.captures] == [str(table.dtype).removeprefix("torch.")]
+    assert [x.dtype for x in made.form.frame.mod.captures] == [str(table.dtype).removeprefix("torch.")]
     assert made == bind(biased(table.detach()))
 
 
@@ -720,9 +720,9 @@ def test_a_builtin_that_a_global_hides(bind: Any, monkeypatch: pytest.MonkeyPatc
     def function(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
         return abs(s)
 
-    before = bind(function).form.variant.mod.text
+    before = bind(function).form.frame.mod.text
     monkeypatch.setitem(globals(), "abs", torch.tanh)
-    assert bind(function).form.variant.mod.text != before
+    assert bind(function).form.frame.mod.text != before
 
 
 def test_what_a_function_changes_itself(bind: Any) -> None:

@@ -216,10 +216,9 @@ def flex_attention_backward(
     The operation is what torch derives for its function flex_attention
     (torch.nn.attention.flex_attention).
     """
-    return backward.gradients(
-        ALL, grad_out, query, key, value, out, lse, score_mod, block_mask, scale, enable_gqa, grad_lse,
-        deterministic,
-    )  # fmt: skip
+    arrays = backward.Arrays(query, key, value, out, grad_out, lse, grad_lse)
+    options = backward.Options(scale, enable_gqa, deterministic)
+    return backward.gradients(ALL, arrays, score_mod, block_mask, options)
 
 
 def create_block_mask(

@@ -387,13 +387,13 @@ class BlockMask:
 
 def lacks_columns(mask: Any) -> bool:
     """Whether a mask has lists by rows only, of torch or CuPy: `with_columns` adds those by columns."""
-    rows = getattr(mask, "kv_indices", None)
-    if type(rows).__module__.partition(".")[0] not in ("torch", "cupy"):
-        return False
-    by_columns = [getattr(mask, name, None) for name in ("q_num_blocks", "q_indices")]
+    names = ["q_num_blocks", "q_indices"]
     if getattr(mask, "full_kv_num_blocks", None) is not None:
-        by_columns += [getattr(mask, name, None) for name in ("full_q_num_blocks", "full_q_indices")]
-    return any(array is None for array in by_columns)
+        names += ["full_q_num_blocks", "full_q_indices"]
+    if all([getattr(mask, name, None) is not None for name in names]):
+        return False
+    rows = getattr(mask, "kv_indices", None)
+    return type(rows).__module__.partition(".")[0] in ("torch", "cupy")
 
 
 def with_columns(mask: Any) -> BlockMask:

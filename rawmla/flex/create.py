@@ -100,7 +100,7 @@ def prepare(
     check_numbers(reading, "mask_mod")
     # Of a grid without blocks, what the function reads may be empty.
     mask = bound(reading, "mask_mod", ordinal, framework) if grid.blocks else None
-    header = header_of(None, reading.frame.mod if mask is None else mask.form.variant.mod)
+    header = header_of(None, reading.frame.mod if mask is None else mask.form.frame.mod)
     for spec in (kernels.states_spec(header), kernels.LISTS_SPEC):
         jit.get_kernel(spec, ordinal, capturing=framework.capture_query(ordinal))
     return _Prepared(grid, separate, framework, ordinal, reading, header, packed_of(mask))

@@ -135,12 +135,6 @@ class Bound(NamedTuple):
     numbers: list[int | float]
     packed: bytes
 
-    def with_last_address(self, address: int) -> Bound:
-        """The same with another address of the last array."""
-        addresses = [*self.addresses[:-1], address]
-        packed = self.form.pack(addresses, self.numbers)
-        return Bound(self.form, addresses, self.numbers, packed)
-
 
 def bound(reading: Reading | None, kind: Kind, device: int, framework: Framework) -> Bound | None:
     """Bind a function to the addresses of its arrays and the values of its numbers, as they are in this call;

@@ -17,7 +17,7 @@ from ..call.memo import Memo
 
 __all__ = [
     *("ELEMENTS", "NO_FUNCTION", "Backward", "Capture", "CudaMod", "Form", "Frame", "Mod"),
-    *("Number", "Place", "Reading", "Site", "TracedMod", "Variant", "reading_of"),
+    *("Number", "Place", "Reading", "Site", "TracedMod", "reading_of"),
 ]
 
 Kind = Literal["score_mod", "mask_mod"]
@@ -385,7 +385,8 @@ class TracedMod:
 
 class Frame:
     """A function without the arrays and numbers that it reads. Functions with equal text share one, so a new
-    trace finds the forms of an older one.
+    trace finds the forms of an older one. It is compared by identity where it is part of a key, because
+    hashing the text is slow.
 
     Attributes
     ----------
@@ -398,34 +399,16 @@ class Frame:
     def __init__(self, mod: Mod) -> None:
         self.mod = mod
         self.forms: Memo[Form] = Memo()
-        self._variants: dict[tuple[Layout, ...], Variant] = {}
 
     def make_form(self, kinds: tuple[Any, ...]) -> Form:
         """Make and keep the form for arrays of these shapes, strides and dtypes."""
         places = [Place(0, *one) for one in zip(kinds[::3], kinds[1::3], strict=True)]
-        layouts = tuple([place.layout() for place in places])
-        variant = self._variants.get(layouts)
-        if variant is None:  # setdefault: two threads that come here together get the same one
-            captures = [x._replace(layout=y) for x, y in zip(self.mod.captures, layouts, strict=True)]
-            made = Variant(self.mod._replace(captures=tuple(captures)))
-            variant = self._variants.setdefault(layouts, made)
-        return self.forms.keep(kinds, Form(variant, places))
+        return self.forms.keep(kinds, Form(self.mod, places))
 
 
 @lru_cache(maxsize=1024)
 def _frame(mod: Mod) -> Frame:
     return Frame(mod)
-
-
-class Variant:
-    """A function with the layouts of its arrays, on which the text of a kernel depends. It is compared by
-    identity where it is part of a key, because hashing the text is slow.
-    """
-
-    __slots__ = ("mod",)
-
-    def __init__(self, mod: Mod) -> None:
-        self.mod = mod
 
 
 class Form:
@@ -434,14 +417,15 @@ class Form:
 
     Attributes
     ----------
-    variant : Variant
+    frame : Frame
+        The function with the layouts of its arrays, on which the text of a kernel depends.
     """
 
-    __slots__ = ("_lengths", "_pack", "variant")
+    __slots__ = ("_lengths", "_pack", "frame")
 
-    def __init__(self, variant: Variant, places: Sequence[Place]) -> None:
-        self.variant = variant
-        _, captures, numbers, backward = variant.mod
+    def __init__(self, mod: Mod, places: Sequence[Place]) -> None:
+        captures = [x._replace(layout=place.layout()) for x, place in zip(mod.captures, places, strict=True)]
+        self.frame = _frame(mod._replace(captures=tuple(captures)))
         code = "<"
         lengths = []
         for capture, place in zip(captures, places, strict=True):
@@ -450,11 +434,11 @@ class Form:
             packed = struct.pack(f"<{count}q{count}i", *strides, *sizes)
             lengths.append(packed + bytes(-len(packed) % 8))
             code += f"Q{len(lengths[-1])}s"
-        for number in numbers:
+        for number in mod.numbers:
             code += _padding(code) + "q" if number.is_integer else "f"
         code += _padding(code)
-        if backward is not None:
-            code += f"{8 * max(1, len(backward.gradients))}x"
+        if mod.backward is not None:
+            code += f"{8 * max(1, len(mod.backward.gradients))}x"
         self._lengths = lengths
         self._pack = struct.Struct(code if struct.calcsize(code) else "8x").pack
 
@@ -473,7 +457,7 @@ class Form:
     def _fitted(self, numbers: Sequence[int | float]) -> list[int | float]:
         """The numbers, infinite where they are too large for a float."""
         fitted = []
-        for value, number in zip(numbers, self.variant.mod.numbers, strict=True):
+        for value, number in zip(numbers, self.frame.mod.numbers, strict=True):
             if number.is_integer and not -(2**63) <= value < 2**63:
                 raise ValueError(f"a score or mask function: expected integers of 64 bits, got {value}")
             fitted.append(value if number.is_integer else ctypes.c_float(value).value)
