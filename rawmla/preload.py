@@ -19,9 +19,10 @@ from .call.checks import as_bool
 from .call.frameworks import Fields, Framework
 from .flex import backward as flex_backward
 from .flex import create
+from .flex.block_lists import LISTS, Q_LISTS
 from .flex.block_mask import lacks_columns
 from .flex.functions import as_reading
-from .flex.lists import LISTS, MASK_PARTS, Q_LISTS
+from .flex.lists import MASK_PARTS
 from .kernels.mha_backward_variants import ALL, Needs
 from .kernels.operations import specs_of
 from .mha import backward as mha_backward

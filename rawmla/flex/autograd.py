@@ -16,10 +16,11 @@ from ..call.autograd import Call, attend, check_no_out, check_torch, gradient_of
 from ..kernels.mha_backward_variants import Needs
 from .arrays import read_dense
 from .backward import Arrays, Options, gradients
+from .block_lists import LISTS, Q_LISTS
 from .block_mask import lacks_columns, read_mask
 from .forward import AuxOutput, AuxRequest, attend_alone, wanted
 from .functions import as_reading
-from .lists import LISTS, MASK_PARTS, Q_LISTS, read_lists
+from .lists import MASK_PARTS, read_lists
 from .mods import Reading
 
 __all__ = ["attention"]

@@ -27,9 +27,10 @@ from .arrays import (
     mixes_frameworks,
     read_dense,
 )
+from .block_lists import Q_LISTS
 from .block_mask import lacks_columns, read_mask, with_columns
 from .functions import Bound, as_reading, bound, check_on_device, header_of, packed_of, within_blocks
-from .lists import Q_LISTS, Blocks, GivenLists, addresses_of, check_lists, launch_lists, read_lists
+from .lists import Blocks, GivenLists, addresses_of, check_lists, launch_lists, read_lists
 from .mods import Reading, reading_of
 from .traced import between_graphs
 

@@ -15,9 +15,10 @@ from ..kernels.mha_forward import MhaForwardCall, Mods
 from ..kernels.mha_forward_variants import tile_in_blocks
 from ..mha.arguments import fresh_out_strides
 from .arrays import check_arrays, check_streams, has_scores, kinds_of, mixes_frameworks, read_dense
+from .block_lists import LISTS
 from .block_mask import read_mask
 from .functions import IDENTITY, Bound, as_reading, bound, header_of, packed_of, reads_gradient, within_blocks
-from .lists import LISTS, Blocks, GivenLists, addresses_of, check_lists, launch_lists, read_lists
+from .lists import Blocks, GivenLists, addresses_of, check_lists, launch_lists, read_lists
 from .mods import reading_of
 
 __all__ = ["AuxOutput", "AuxRequest", "attend", "attend_alone", "check_options", "wanted"]

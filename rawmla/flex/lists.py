@@ -18,17 +18,15 @@ from ..kernels.common import ceil_div
 from ..kernels.mha_forward import NO_BOUND, MhaForwardCall
 from ..kernels.mha_forward_variants import WARPGROUP_ROWS
 from .arrays import has_scores, kinds_of
+from .block_lists import LISTS, Q_LISTS
 from .functions import Bound, check_on_device, packed_of
 
 __all__ = [
-    *("LISTS", "MASK_PARTS", "Q_LISTS", "Blocks", "GivenLists", "addresses_of"),
+    *("MASK_PARTS", "Blocks", "GivenLists", "addresses_of"),
     *("check_lists", "launch_lists", "read_lists"),
 ]
 
 INTEGERS = ("int32", "int64", "int16", "int8", "uint8")
-LISTS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
-Q_LISTS = ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")
-"""Lists by columns, which a backward walks."""
 MASK_PARTS = ("BLOCK_SIZE", "mask_mod", "seq_lengths")
 """The attributes of a BlockMask that a call looks at besides lists."""
 _PARTS_OF = {names: attrgetter(*MASK_PARTS, *names) for names in (LISTS, Q_LISTS)}

@@ -207,41 +207,38 @@ class CudaMod:
             raise ValueError(
                 "score_mod: expected a CudaMod with grad, since gradients are needed, got one without"
             )
+        gradients: list[int] = []
+        sites: list[Site] = []
+        calls: list[str] = []
         for name, place in places.items():
-            if getattr(captures[place].array, "requires_grad", False) and name not in self.capture_grads:
+            capture, pairs = captures[place], self.capture_grads.get(name)
+            if pairs is None and getattr(capture.array, "requires_grad", False):
                 raise ValueError(
                     f"score_mod: expected a CudaMod with capture_grads for {name}, which requires grad, "
                     "got one without"
                 )
-        wanted = {}
-        for name, pairs in self.capture_grads.items():
-            if "float" not in captures[places[name]].dtype:
+            if pairs is not None and "float" not in capture.dtype:
                 raise ValueError(
-                    f"capture_grads: expected {name} to be of a floating-point dtype, got "
-                    f"{captures[places[name]].dtype}"
+                    f"capture_grads: expected {name} to be of a floating-point dtype, got {capture.dtype}"
                 )
-            if getattr(captures[places[name]].array, "requires_grad", True):
-                wanted[places[name]] = pairs
-        gradients = tuple(sorted(wanted))
-        sites: list[Site] = []
-        calls: list[str] = []
-        for gradient, place in enumerate(gradients):
-            for indices, value in wanted[place]:
+            if pairs is None or not getattr(capture.array, "requires_grad", True):
+                continue
+            for indices, value in pairs:
                 words = set(_IDENTIFIER.findall(indices))
                 by = [bool(words & {argument, "score"}) for argument in ("q_idx", "kv_idx")]
                 calls.append(
                     f"gradient_sink.template add<{len(sites)}>(mod.t{place}.place(\n{indices}\n), "
                     f"static_cast<float>(\n{value}\n));"
                 )
-                sites.append(Site(gradient, *by))
+                sites.append(Site(len(gradients), *by))
+            gradients.append(place)
         arguments = "score, b, h, q_idx, kv_idx, q_len, kv_len"
+        head = f"return {{mod({arguments}), [&]() -> float {{"
         return Backward(
-            "\n".join(
-                [f"return {{mod({arguments}), [&]() -> float {{", *names, _with_return(self.grad), "}()};"]
-            ),
+            "\n".join([head, *names, _with_return(self.grad), "}()};"]),
             self.grad.strip() == "grad",
             "\n".join([*(names if calls else []), *calls]),
-            gradients,
+            tuple(gradients),
             tuple(sites),
         )
 
@@ -253,21 +250,17 @@ def _with_return(code: str) -> str:
 
 def _pairs(name: Any, given: Any) -> tuple[tuple[str, str], ...]:
     """Pairs of indices and values."""
-    pairs = given
-    if isinstance(given, (tuple, list)) and len(given) == 2 and all(isinstance(x, str) for x in given):
-        pairs = (given,)
-    if not isinstance(pairs, (tuple, list)) or not all(
-        isinstance(pair, (tuple, list)) and len(pair) == 2 and all(isinstance(x, str) for x in pair)
-        for pair in pairs
-    ):
+
+    def is_pair(x: Any) -> bool:
+        return isinstance(x, (tuple, list)) and len(x) == 2 and all(isinstance(one, str) for one in x)
+
+    pairs = (given,) if is_pair(given) else given
+    if not isinstance(pairs, (tuple, list)) or not all(map(is_pair, pairs)):
         raise TypeError(f"capture_grads: expected {name} to have indices and a value, got {given!r}")
     for _, value in pairs:
         if not value.strip():
             raise ValueError(f"capture_grads: expected {name} to have a value, got {value!r}")
     return tuple((indices, value) for indices, value in pairs)
-
-
-# ---- what a variant of the kernel is made of
 
 
 class Place(NamedTuple):
@@ -285,9 +278,6 @@ class Place(NamedTuple):
         return "kSmallRows" if steps and (self.shape[-1] <= 1 or self.strides[-1] == 1) else "kSmall"
 
 
-# ---- what calls of one function share
-
-
 NO_BYTES = bytes(8)
 """The bytes of a ScoreMod or MaskMod without a function."""
 
@@ -301,21 +291,18 @@ class Reading(NamedTuple):
 
     def mod(self) -> Mod:
         """The function with its arrays and numbers in their places."""
-        text, captures, numbers, backward = self.frame.mod
-        return Mod(
-            text,
-            tuple([x._replace(array=array) for x, array in zip(captures, self.arrays, strict=True)]),
-            tuple([x._replace(source=source) for x, source in zip(numbers, self.sources, strict=True)]),
-            backward,
-        )
+        mod = self.frame.mod
+        captures = [x._replace(array=array) for x, array in zip(mod.captures, self.arrays, strict=True)]
+        numbers = [x._replace(source=y) for x, y in zip(mod.numbers, self.sources, strict=True)]
+        return mod._replace(captures=tuple(captures), numbers=tuple(numbers))
 
 
 def reading_of(mod: Mod) -> Reading:
     """Take a function apart that was just traced or written."""
-    text, captures, numbers, backward = mod
-    without = tuple([x._replace(array=None, layout="kAny") for x in captures])
-    frame = _frame(Mod(text, without, tuple([x._replace(source=0) for x in numbers]), backward))
-    return Reading(frame, [x.array for x in captures], [x.source for x in numbers])
+    captures = [x._replace(array=None, layout="kAny") for x in mod.captures]
+    numbers = [x._replace(source=0) for x in mod.numbers]
+    frame = _frame(mod._replace(captures=tuple(captures), numbers=tuple(numbers)))
+    return Reading(frame, [x.array for x in mod.captures], [x.source for x in mod.numbers])
 
 
 class TracedMod:
