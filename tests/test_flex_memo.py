@@ -576,17 +576,9 @@ def test_containers_that_are_long_by_others(traces: list[Any]) -> None:
 
 
 def test_bounded(traces: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memo, "MAX_TRACES", 2)
+    monkeypatch.setattr("rawmla.call.memo.MAX_ENTRIES", 2)
     table = torch.randn(50)
     for factor in (1.0, 2.0, 3.0, 3.0, 1.0):
-        traced(biased(table, factor), "score_mod", "cpu")
-    assert len(traces) == 4
-
-
-def test_the_least_used_goes_first(traces: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memo, "MAX_TRACES", 2)
-    table = torch.randn(50)
-    for factor in (1.0, 2.0, 1.0, 3.0, 1.0, 3.0, 2.0):
         traced(biased(table, factor), "score_mod", "cpu")
     assert len(traces) == 4
 

@@ -263,5 +263,5 @@ def _prepare(
     call = checked.call._replace(softmax_scale=scale, deterministic=deterministic, needs=needs, mods=mods)
     prepared = mha_backward.PreparedMhaBackward(call, framework.capture_query(device))
     lists_start = ceil_div(prepared.scratch_bytes, _SCRATCH_STEP) * _SCRATCH_STEP
-    scratch_bytes = lists_start if recut is None else recut.end_of(lists_start)
+    scratch_bytes = lists_start if recut is None else recut.places(lists_start)[-1]
     return _Prepared(framework.allocator(results, scratch_bytes, device), prepared.launch, lists_start)

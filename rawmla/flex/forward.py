@@ -94,7 +94,7 @@ def attend_alone(
     blocks = checked.blocks
     score_read = as_reading(score_mod, "score_mod", device)
     mask_read = None if blocks is None else read_mask(block_mask, device)
-    if reads_gradient(score_read) or reads_gradient(mask_read):
+    if reads_gradient(score_read, mask_read):
         return None
     if blocks is not None and blocks.recut is not None:
         mask_read = reading_of(within_blocks(mask_read and mask_read.mod(), blocks.recut.given))
@@ -245,5 +245,5 @@ def _prepare(
         call._replace(softmax_scale=scale, mods=mods), framework.capture_query(device)
     )
     lists_start = ceil_div(prepared.scratch_bytes, _SCRATCH_STEP) * _SCRATCH_STEP
-    scratch_bytes = lists_start if recut is None else recut.end_of(lists_start)
+    scratch_bytes = lists_start if recut is None else recut.places(lists_start)[-1]
     return _Prepared(framework.allocator(results, scratch_bytes, device), prepared.launch, lists_start)

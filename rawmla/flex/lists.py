@@ -42,7 +42,7 @@ class GivenLists(NamedTuple):
     views: list[Fields | None]  # in their order
     addresses: tuple[int, ...]  # 0 for a list that there is not
     sizes: tuple[int, ...]  # BLOCK_SIZE and seq_lengths
-    kind: tuple[Any, ...]  # what checks of them depend on
+    kind: object  # one for all lists of which checks see the same
 
     @property
     def arguments(self) -> list[str]:
@@ -95,7 +95,8 @@ def read_lists(block_mask: Any, names: tuple[str, str, str, str] = LISTS) -> Giv
         for x, name in zip(arrays, _ARGUMENTS_OF[names], strict=True)
     ]
     addresses = tuple([address_of(view) for view in views])
-    lists = GivenLists(names, views, addresses, sizes, (sizes, kinds_of(views)))
+    kind = (sizes, kinds_of(views))
+    lists = GivenLists(names, views, addresses, sizes, _kinds.get(kind) or _kinds.keep(kind, object()))
     if all([_is_recognised(x, view, views[0]) for x, view in zip(arrays, views, strict=True)]):
         _keep(key, lists)
     return lists
@@ -114,6 +115,8 @@ class _Known(NamedTuple):
     lists: GivenLists
 
 
+_kinds: Memo[object] = Memo(shared=True)
+"""What stands for sizes, shapes, strides and dtypes of lists in a key, because they are slow to hash."""
 _known: Memo[_Known] = Memo(shared=True)
 """By names, sizes and the ids of lists. An entry whose arrays are gone is never found."""
 
@@ -185,11 +188,6 @@ class Recut(NamedTuple):
             places.append(places[-1] + ceil_div(size, self.step) * self.step)
         states, *lists, end = places
         return states, ListAddresses(*lists), end
-
-    def end_of(self, address: int) -> int:
-        """The end of a scratch in which the states start at this address."""
-        *_, end = self.places(address)
-        return end
 
     def load(self, device: int, framework: Framework) -> None:
         """Load the kernels."""

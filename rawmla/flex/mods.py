@@ -168,14 +168,7 @@ class CudaMod:
                 raise ValueError(f"capture_grads: expected names of arrays in captures, got {name!r}")
 
     def mod(self, backward: bool = False) -> Mod:
-        """The function as a kernel has it; with `backward`, one that computes gradients.
-
-        Raises
-        ------
-        TypeError, ValueError
-            A capture has a dtype that kernels do not read. With `backward`: there is no grad, or none of a
-            tensor that requires it, or one of an array of integers.
-        """
+        """The function as a kernel has it; with `backward`, one that computes gradients."""
         lines: list[str] = []
         captures: list[Capture] = []
         numbers: list[Number] = []
@@ -291,18 +284,18 @@ class Reading(NamedTuple):
 
     def mod(self) -> Mod:
         """The function with its arrays and numbers in their places."""
-        mod = self.frame.mod
-        captures = [x._replace(array=array) for x, array in zip(mod.captures, self.arrays, strict=True)]
-        numbers = [x._replace(source=y) for x, y in zip(mod.numbers, self.sources, strict=True)]
-        return mod._replace(captures=tuple(captures), numbers=tuple(numbers))
+        text, captures, numbers, backward = self.frame.mod
+        filled = [x._replace(array=array) for x, array in zip(captures, self.arrays, strict=True)]
+        with_sources = [Number(y, x.is_integer) for x, y in zip(numbers, self.sources, strict=True)]
+        return Mod(text, tuple(filled), tuple(with_sources), backward)
 
 
 def reading_of(mod: Mod) -> Reading:
     """Take a function apart that was just traced or written."""
-    captures = [x._replace(array=None, layout="kAny") for x in mod.captures]
-    numbers = [x._replace(source=0) for x in mod.numbers]
-    frame = _frame(mod._replace(captures=tuple(captures), numbers=tuple(numbers)))
-    return Reading(frame, [x.array for x in mod.captures], [x.source for x in mod.numbers])
+    text, captures, numbers, backward = mod
+    without = tuple([Capture(None, x.dtype, x.rank, name=x.name) for x in captures])
+    frame = _frame(Mod(text, without, tuple([Number(0, x.is_integer) for x in numbers]), backward))
+    return Reading(frame, [x.array for x in captures], [x.source for x in numbers])
 
 
 class TracedMod:
@@ -347,13 +340,7 @@ class TracedMod:
         self._required_grad = [x.requires_grad for x in reading.arrays]
 
     def reading(self, backward: bool = False) -> Reading:
-        """What a call takes of the function; with `backward`, with its gradients.
-
-        Raises
-        ------
-        NotImplementedError, ValueError
-            With `backward`: the function has no gradients, or a tensor requires grad now that did not.
-        """
+        """What a call takes of the function; with `backward`, with its gradients, or an error."""
         if not backward:
             return self._reading
         if isinstance(self._gradients, Exception):
@@ -374,18 +361,11 @@ class Frame:
     """A function without the arrays and numbers that it reads. Functions with equal text share one, so a new
     trace finds the forms of an older one. It is compared by identity where it is part of a key, because
     hashing the text is slow.
-
-    Attributes
-    ----------
-    mod : Mod
-        Its arrays are None, and its numbers 0.
-    forms : Memo of Form
-        By shape, strides and dtype of one capture after the other.
     """
 
     def __init__(self, mod: Mod) -> None:
-        self.mod = mod
-        self.forms: Memo[Form] = Memo()
+        self.mod = mod  # its arrays are None, and its numbers 0
+        self.forms: Memo[Form] = Memo()  # by shape, strides and dtype of one capture after the other
 
     def make_form(self, kinds: tuple[Any, ...]) -> Form:
         """Make and keep the form for arrays of these shapes, strides and dtypes."""
@@ -400,12 +380,7 @@ def _frame(mod: Mod) -> Frame:
 
 class Form:
     """Packs the bytes of a ScoreMod or MaskMod from addresses and numbers, for captures of known shapes and
-    strides.
-
-    Attributes
-    ----------
-    frame : Frame
-        The function with the layouts of its arrays, on which the text of a kernel depends.
+    strides. Its `frame` has the layouts of its arrays, on which the text of a kernel depends.
     """
 
     __slots__ = ("_lengths", "_pack", "frame")

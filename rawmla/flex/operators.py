@@ -85,22 +85,14 @@ def elements(view: View) -> list[tuple[str, ...]]:
 
 
 class Writer:
-    """Collects the statements of a function, and the numbers that it closes over.
-
-    Attributes
-    ----------
-    lines : list of str
-        Statements.
-    numbers : list
-        Python numbers, and 0-d tensors of the CPU; the text has ``mod.n<i>`` for them.
-    of_gradients : bool
-        What follows belongs to gradients: 0 stands in the text, since it is no number of a user's.
-    """
+    """Collects the statements of a function, and the numbers that it closes over."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
         self.numbers: list[Any] = []
+        """Python numbers, and 0-d tensors of the CPU; the text has ``mod.n<i>`` for them."""
         self.of_gradients = False
+        """What follows belongs to gradients: 0 stands in the text, since it is no number of a user's."""
         self._names: dict[tuple[str, str], str] = {}
 
     def let(self, c_type: str, text: str) -> str:

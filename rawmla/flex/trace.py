@@ -71,18 +71,8 @@ def trace(
     device: Any = "cpu",
     backward: bool = False,
 ) -> Mod:
-    """Record a function and write it as CUDA.
-
-    Parameters
-    ----------
-    mod : callable
-        ``score_mod(score, b, h, q_idx, kv_idx)`` or ``mask_mod(b, h, q_idx, kv_idx)``.
-    kind : str
-        Which of the two it is.
-    device : torch.device
-        The device of the tensors it reads.
-    backward : bool
-        Write the gradients of a score function too: of the score and of captured tensors that require grad.
+    """Record a function, whose tensors are on the device, and write it as CUDA. With ``backward``, write the
+    gradients of a score function too: of the score and of captured tensors that require grad.
 
     Raises
     ------

@@ -13,20 +13,8 @@ from ..jit.params import I32, I64, POINTER, ParamStruct, bytes_type
 from .common import ceil_div
 
 __all__ = [
-    "LISTS_PARAMS",
-    "LISTS_SPEC",
-    "NO_LISTS",
-    "RANKS_PARAMS",
-    "RANKS_SPEC",
-    "SCATTER_PARAMS",
-    "SCATTER_SPEC",
-    "BlockLists",
-    "Grid",
-    "ListAddresses",
-    "lists",
-    "ranks",
-    "scatter",
-    "states",
+    *("LISTS_PARAMS", "LISTS_SPEC", "NO_LISTS", "RANKS_PARAMS", "RANKS_SPEC", "SCATTER_PARAMS"),
+    *("SCATTER_SPEC", "BlockLists", "Grid", "ListAddresses", "lists", "ranks", "scatter", "states"),
     "states_params",
 ]
 
@@ -183,10 +171,7 @@ def lists(
         return
     params = LISTS_PARAMS.pack(
         states=address,
-        partial_counts=made.partial_counts,
-        partial_blocks=made.partial_blocks,
-        full_counts=made.full_counts,
-        full_blocks=made.full_blocks,
+        **made._asdict(),
         all_lines=all_lines,
         mask_blocks=ceil_div(listed.q_len, state_q) * columns,
         line_step=line[4],
@@ -218,14 +203,12 @@ def scatter(
     all_rows = given.batches * given.heads * given.rows
     if not all_rows or not given.columns:
         return
+    counts, blocks, full_counts, full_blocks = addresses
     params = SCATTER_PARAMS.pack(
-        **dict(
-            zip(
-                ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"),
-                addresses,
-                strict=True,
-            )
-        ),
+        kv_num_blocks=counts,
+        kv_indices=blocks,
+        full_kv_num_blocks=full_counts,
+        full_kv_indices=full_blocks,
         states=address,
         counts_strides=(*lists.counts_strides[0], *lists.counts_strides[1]),
         lists_strides=(*lists.lists_strides[0], *lists.lists_strides[1]),

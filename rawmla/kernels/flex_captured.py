@@ -71,12 +71,8 @@ def captured_spec(dtype: str, d_qk: int, d_v: int, pass_: int, header: tuple[str
     return jit.KernelSpec(
         "flex_captured_gradients",
         (
-            ("DTYPE", DTYPES[dtype]),
-            ("D_QK", d_qk),
-            ("D_V", d_v),
-            ("FLEX", True),
-            ("PASS", pass_),
-            ("STAGES", stages),
+            *(("DTYPE", DTYPES[dtype]), ("D_QK", d_qk), ("D_V", d_v)),
+            *(("FLEX", True), ("PASS", pass_), ("STAGES", stages)),
         ),
         threads=_CAPTURED_THREADS,
         smem_bytes=smem_bytes,
@@ -116,20 +112,18 @@ class PreparedCaptured:
             kernel = jit.get_kernel(one, call.device, capturing=capturing)
             self._passes.append(prepare_tiles(kernel, CAPTURED_KEYS))
         for gradient, summed in zip(mods.captured, self._summed, strict=True):
-            if not summed:
-                self._finish.append(None)
-                continue
-            kernel = jit.get_kernel(FINISH_SPEC, call.device, capturing=capturing)
-            finish = CAPTURED_FINISH_PARAMS.pack(
-                count=gradient.elements,
-                sums_are=sums_are,
-                dtype=FLOAT_DTYPES[gradient.dtype],
-                terms_log2=terms_log2(call, mods),
-            )
-            ctas = min(ceil_div(gradient.elements, _FINISH_THREADS), _FINISH_CTAS)
-            self._finish.append(
-                kernel.prepare((ctas, 1, 1), finish, CAPTURED_FINISH_PARAMS.changing, pdl=True).launch
-            )
+            finish = None
+            if summed:
+                kernel = jit.get_kernel(FINISH_SPEC, call.device, capturing=capturing)
+                params = CAPTURED_FINISH_PARAMS.pack(
+                    count=gradient.elements,
+                    sums_are=sums_are,
+                    dtype=FLOAT_DTYPES[gradient.dtype],
+                    terms_log2=terms_log2(call, mods),
+                )
+                grid = (min(ceil_div(gradient.elements, _FINISH_THREADS), _FINISH_CTAS), 1, 1)
+                finish = kernel.prepare(grid, params, CAPTURED_FINISH_PARAMS.changing, pdl=True).launch
+            self._finish.append(finish)
 
     def largest(self, scratch: Sequence[int]) -> int:
         """Where the passes keep the largest terms; 0: they keep none."""
