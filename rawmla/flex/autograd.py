@@ -18,7 +18,7 @@ from .arrays import read_dense
 from .backward import Arrays, Options, gradients
 from .block_lists import LISTS, Q_LISTS
 from .block_mask import lacks_columns, read_mask
-from .forward import AuxOutput, AuxRequest, attend_alone, wanted
+from .forward import Arguments, AuxOutput, AuxRequest, attend_alone, wanted
 from .functions import as_reading
 from .lists import MASK_PARTS, read_lists
 from .mods import Reading
@@ -58,62 +58,49 @@ class _Functions(NamedTuple):
         return _Functions(score, mask, self.inputs)
 
 
-def attention(
-    query: Any,
-    key: Any,
-    value: Any,
-    score_mod: Any,
-    block_mask: Any,
-    scale: float | None,
-    enable_gqa: bool,
-    return_lse: bool,
-    kernel_options: dict[str, Any] | None,
-    return_aux: Any,
-    deterministic: bool | None,
-    out: Any,
-) -> Any:
+def attention(arguments: Arguments) -> Any:
     """`flex_attention` where a tensor that is read requires grad."""
-    check_no_out(out)
+    return_lse, return_aux = arguments.return_lse, arguments.return_aux
+    check_no_out(arguments.out)
     _, wants_max = wanted(return_lse, return_aux)
-    arrays = {"query": query, "key": key, "value": value}
     with torch.no_grad():
-        views = {name: read_dense(x, name) for name, x in arrays.items()}
-        for name, x in arrays.items():
+        views = [read_dense(x, name) for name, x in zip(Arguments._fields, arguments[:3], strict=False)]
+        for name, x, view in zip(Arguments._fields, arguments[:3], views, strict=False):
             check_torch(name, x)
-            if name != "query" and "float8" in views[name][3]:
+            if name != "query" and "float8" in view[3]:
                 raise ValueError(
-                    f"{name}: expected the dtype of query where a gradient is needed, got {views[name][3]}; "
+                    f"{name}: expected the dtype of query where a gradient is needed, got {view[3]}; "
                     "convert it, or call under torch.no_grad()"
                 )
-        device = views["query"][4]
-        plain = _frozen(as_reading(score_mod, "score_mod", device))
-        functions = _functions(score_mod, block_mask, device)
+        device = views[0][4]
+        plain = _frozen(as_reading(arguments.score_mod, "score_mod", device))
+        functions = _functions(arguments.score_mod, arguments.block_mask, device)
     mask = functions.mask
     if mask is not None:
-        lists = {name: getattr(block_mask, name) for name in LISTS}
+        lists = {name: getattr(arguments.block_mask, name) for name in LISTS}
         mask = SimpleNamespace(**{name: getattr(mask, name) for name in MASK_PARTS}, **lists)
-    forward = partial(
-        attend_alone, query, key, value, plain, mask, scale, enable_gqa, False, kernel_options,
-        AuxRequest(True, wants_max), deterministic, None,
-    )  # fmt: skip
+    alone = arguments._replace(
+        score_mod=plain, block_mask=mask, return_lse=False, return_aux=AuxRequest(True, wants_max)
+    )
     read_again = functions.arrays()
     captured = [read_again[i] for i in functions.inputs]
     others = [x for i, x in enumerate(read_again) if i not in functions.inputs]
-    inputs = (query, key, value, *captured)
+    inputs = (*arguments[:3], *captured)
     if any(x.requires_grad for x in inputs):
         kept = [None if isinstance(x, torch.Tensor) else x for x in others]
         without = functions.with_arrays(iter([None] * len(read_again)))
+        options = Options(arguments.scale, arguments.enable_gqa, arguments.deterministic)
         call = Call(
             "flex attention",
-            lambda: _flat(*forward()),
-            partial(_gradients, without, kept, Options(scale, enable_gqa, deterministic)),
+            lambda: _flat(*attend_alone(alone)),
+            partial(_gradients, without, kept, options),
             inputs,
             tuple([x if isinstance(x, torch.Tensor) else None for x in others]),
         )
         results = attend(call)
     else:  # what requires grad does not reach the results
         with torch.no_grad():
-            results = _flat(*forward())
+            results = _flat(*attend_alone(alone))
     result, lse, *largest = results
     if return_aux is not None:
         return result, AuxOutput(lse if return_aux.lse else None, *largest)

@@ -246,8 +246,6 @@ def _prepare(
         return _Prepared(framework.allocator(results, 0, device), None, 0)
     blocks = checked.blocks
     recut = blocks and blocks.recut
-    if recut is not None:
-        recut.load(device, framework)
     backward = score and score.form.frame.mod.backward
     sites = backward.sites if backward else ()
     mods = BackwardMods(
@@ -255,7 +253,7 @@ def _prepare(
         has_score_mod=score is not None,
         score_mod_bytes=len(packed_of(score)),
         mask_mod_bytes=len(packed_of(mask)),
-        lists=blocks and blocks.walked(),
+        lists=blocks and blocks.load(device, framework),
         captured=tuple([CapturedGradient(prod(shape), dtype) for shape, dtype in captured]),
         sites=len(sites),
         scattered=any(site.by_q and site.by_kv for site in sites),

@@ -21,7 +21,7 @@ from .functions import IDENTITY, Bound, as_reading, bound, header_of, packed_of,
 from .lists import Blocks, GivenLists, addresses_of, check_lists, launch_lists, read_lists
 from .mods import reading_of
 
-__all__ = ["AuxOutput", "AuxRequest", "attend", "attend_alone", "check_options", "wanted"]
+__all__ = ["Arguments", "AuxOutput", "AuxRequest", "attend", "attend_alone", "check_options", "wanted"]
 
 
 class AuxRequest(NamedTuple):
@@ -47,31 +47,39 @@ _SCRATCH_STEP = 16
 _ARGUMENTS = ("query", "key", "value", "out", *[f"block_mask.{name}" for name in LISTS])
 
 
-def attend(*arguments: Any) -> Any:
-    """`flex_attention`, of its arguments in order: with a graph of autograd where a tensor needs one."""
-    results = attend_alone(*arguments)
+class Arguments(NamedTuple):
+    """The arguments of `flex_attention`."""
+
+    query: Any
+    key: Any
+    value: Any
+    score_mod: Any
+    block_mask: Any
+    scale: float | None
+    enable_gqa: bool
+    return_lse: bool
+    kernel_options: dict[str, Any] | None
+    return_aux: Any
+    deterministic: bool | None
+    out: Any
+
+
+def attend(arguments: Arguments) -> Any:
+    """`flex_attention`, with a graph of autograd where a tensor needs one."""
+    results = attend_alone(arguments)
     if results is not None:
         return results
     from .autograd import attention  # imports torch
 
-    return attention(*arguments)
+    return attention(arguments)
 
 
-def attend_alone(
-    query: Any,
-    key: Any,
-    value: Any,
-    score_mod: Any,
-    block_mask: Any,
-    scale: float | None,
-    enable_gqa: bool,
-    return_lse: bool,
-    kernel_options: dict[str, Any] | None,
-    return_aux: Any,
-    deterministic: bool | None,
-    out: Any,
-) -> Any:
+def attend_alone(arguments: Arguments) -> Any:
     """`flex_attention` without a graph; None where a tensor that the call reads needs one."""
+    (
+        query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options, return_aux,
+        deterministic, out,
+    ) = arguments  # fmt: skip
     return_lse = as_bool("return_lse", return_lse)
     enable_gqa = as_bool("enable_gqa", enable_gqa)
     if deterministic is not None:
@@ -81,7 +89,7 @@ def attend_alone(
     scale = None if scale is None else as_scale(scale)
     if needs_gradient(query, key, value, out):
         return None
-    q, k, v = [read_dense(x, name) for x, name in ((query, "query"), (key, "key"), (value, "value"))]
+    q, k, v = read_dense(query, "query"), read_dense(key, "key"), read_dense(value, "value")
     device, framework = q[4], q[5]
     out_view = read_given(out, "out")
     views = (q, k, v, out_view)
@@ -230,14 +238,12 @@ def _prepare(
     if not call.b or not call.max_seqlen_q:
         return _Prepared(framework.allocator(results, 0, device), None, 0)
     recut = blocks and blocks.recut
-    if recut is not None:
-        recut.load(device, framework)
     mods = Mods(
         header=header_of(score and score.form.frame.mod, mask and mask.form.frame.mod),
         has_score_mod=score is not None,
         score_mod_bytes=len(packed_of(score)),
         mask_mod_bytes=len(packed_of(mask)),
-        lists=blocks and blocks.walked(),
+        lists=blocks and blocks.load(device, framework),
         states=recut and (recut.given.rows, recut.given.columns, recut.given.block_q, recut.given.block_k),
         max_scores=wants_max,
     )

@@ -189,11 +189,6 @@ class Recut(NamedTuple):
         states, *lists, end = places
         return states, ListAddresses(*lists), end
 
-    def load(self, device: int, framework: Framework) -> None:
-        """Load the kernels."""
-        for spec in (kernels.LISTS_SPEC, kernels.SCATTER_SPEC):
-            jit.get_kernel(spec, device, capturing=framework.capture_query(device))
-
     def launch(
         self, lists: BlockLists, given: Sequence[int], address: int, device: int, framework: Framework
     ) -> tuple[ListAddresses, int]:
@@ -225,9 +220,13 @@ class Blocks(NamedTuple):
     """How lists are copied first, see `addresses_of`."""
     recut: Recut | None
 
-    def walked(self) -> BlockLists:
-        """The layout of the lists that the attention kernel walks."""
-        return self.lists if self.recut is None else self.recut.lists()
+    def load(self, device: int, framework: Framework) -> BlockLists:
+        """Load the kernels of `launch_lists`. Returns the layout of the lists for the attention kernel."""
+        if self.recut is None:
+            return self.lists
+        for spec in (kernels.LISTS_SPEC, kernels.SCATTER_SPEC):
+            jit.get_kernel(spec, device, capturing=framework.capture_query(device))
+        return self.recut.lists()
 
 
 def launch_lists(
@@ -290,21 +289,21 @@ def check_lists(
                 raise TypeError(f"{name}: expected dtype int32, got {view[3]}")
     by_columns = lists.names == Q_LISTS
     lines = ceil_div(seqlen_k, block_k) if by_columns else ceil_div(seqlen_q, block_q)
-    pairs = [_check_pair(lists, 0, lines)]
+    pairs = [_check_pair(lists, 0, lines), _NO_PAIR]
     if lists.views[2] is not None:
-        pairs.append(_check_pair(lists, 2, lines))
-        if pairs[1].leading != pairs[0].leading:
-            raise ValueError(
-                "block_mask: expected lists of partial and of full blocks with the same batch and heads, got "
-                f"{pairs[0].leading} and {pairs[1].leading}"
-            )
-    batches, heads = pairs[0].leading
+        pairs[1] = _check_pair(lists, 2, lines)
+    counts_strides, lists_strides, columns, copied, leading = zip(*pairs, strict=True)
+    batches, heads = leading[0]
+    if leading[1] not in (None, leading[0]):
+        raise ValueError(
+            "block_mask: expected lists of partial and of full blocks with the same batch and heads, got "
+            f"{leading[0]} and {leading[1]}"
+        )
     if call.b % batches or call.h_q % heads:
         raise ValueError(
             f"block_mask: expected a batch and heads that divide the {call.b} and {call.h_q} of query, got "
             f"{batches} and {heads}"
         )
-    partial, full = (*pairs, _NO_PAIR)[:2]
     # The size of a block, of which there is one, is cut to what the length needs.
     block_q = min(block_q, ceil_div(seqlen_q, 128) * 128)
     block_k = min(block_k, ceil_div(seqlen_k, 128) * 128)
@@ -314,39 +313,20 @@ def check_lists(
         sizes, side = (batches, heads, seqlen_q, seqlen_k), 2 * WARPGROUP_ROWS
         walked = Grid(*sizes, side, max(side, keys))
         recut = Recut(Grid(*sizes, block_q, block_k), walked, by_columns, step)
-    return Blocks(
-        BlockLists(
-            (partial.counts_strides, full.counts_strides),
-            (partial.lists_strides, full.lists_strides),
-            (partial.columns, full.columns),
-            batches,
-            heads,
-            block_q,
-            block_k,
-        ),
-        (*partial.copied, *full.copied),
-        recut,
-    )
+    layout = BlockLists(counts_strides, lists_strides, columns, batches, heads, block_q, block_k)
+    return Blocks(layout, (*copied[0], *copied[1]), recut)
 
 
 Strides = tuple[int, int, int]
 
 
-class _Pair(NamedTuple):
-    """Lists of one kind of blocks."""
-
-    counts_strides: Strides
-    lists_strides: Strides
-    leading: tuple[int, int]  # batch and heads
-    columns: int
-    copied: tuple[bool | str, bool | str]
+_NO_PAIR = ((0, 0, 0), (0, 0, 0), 0, (False, False), None)
 
 
-_NO_PAIR = _Pair((0, 0, 0), (0, 0, 0), (1, 1), 0, (False, False))
-
-
-def _check_pair(lists: GivenLists, first: int, lines: int) -> _Pair:
-    """Check the lists of one kind of blocks, of which there are at least this number of lines."""
+def _check_pair(lists: GivenLists, first: int, lines: int) -> tuple[Any, ...]:
+    """Check the lists of one kind of blocks, with at least this number of lines. Returns strides of counts
+    and of lists, the length of a list, how the two are copied, and batch and heads.
+    """
     counts, indices = lists.views[first : first + 2]
     assert counts is not None and indices is not None
     name = lists.arguments[first + 1]
@@ -372,12 +352,12 @@ def _check_pair(lists: GivenLists, first: int, lines: int) -> _Pair:
     batches, heads, _, columns = (1, 1, *shape)[-4:]
     if not batches or not heads:
         raise ValueError(f"{name}: expected at least one batch and head, got {list(shape)}")
-    return _Pair(
+    return (
         _stepped(counts_strides, shape[:-1]),
         _stepped(strides[:-1], shape[:-1]),
-        (batches, heads),
         columns,
         ("int32" if copied[0] else False, "int32" if copied[1] else False),
+        (batches, heads),
     )
 
 
