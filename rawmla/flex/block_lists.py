@@ -17,7 +17,6 @@ __all__ = [
         "listed",
         "numpy_of",
         "picture",
-        "places_of",
         "transposed",
     ),
 ]
@@ -114,13 +113,6 @@ def _stable_order(array: Any) -> Any:
 
 
 # ---- pictures
-
-
-def places_of(shape: Sequence[int]) -> list[tuple[int, ...]]:
-    places: list[tuple[int, ...]] = [()]
-    for extent in shape:
-        places = [(*place, index) for place in places for index in range(extent)]
-    return places
 
 
 def picture(rows: list[list[int]], grid_size: int | tuple[int, int]) -> list[str]:

@@ -11,18 +11,7 @@ import numpy as np
 
 from .. import jit
 from ..call.checks import as_int, show
-from .block_lists import (
-    LISTS,
-    Q_LISTS,
-    Lists,
-    check_lists,
-    dense_of,
-    listed,
-    numpy_of,
-    picture,
-    places_of,
-    transposed,
-)
+from .block_lists import LISTS, Q_LISTS, Lists, check_lists, dense_of, listed, numpy_of, picture, transposed
 from .functions import as_reading, check_mask
 from .mods import Reading
 
@@ -281,7 +270,7 @@ class BlockMask:
         dense = self.to_dense().tolist()
         batch = self.kv_indices.shape[:-2]
         pictures: list[str] = []
-        for place in places_of(batch):
+        for place in np.ndindex(*batch):
             if len(pictures) == limit:
                 pictures.append("...")
                 break

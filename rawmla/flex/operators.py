@@ -240,17 +240,11 @@ def _call(name: str) -> Callable[..., str]:
 
 
 def _in_result_dtype(name: str) -> Operator:
-    def operator(writer: Writer, meta: Any, *arguments: Any) -> Value:
-        return writer.arithmetic(meta.dtype, arguments, _call(name))
-
-    return operator
+    return lambda writer, meta, *arguments: writer.arithmetic(meta.dtype, arguments, _call(name))
 
 
 def _in_float(name: str) -> Operator:
-    def operator(writer: Writer, meta: Any, *arguments: Any) -> Value:
-        return writer.elementwise(torch.float32, arguments, _call(name))
-
-    return operator
+    return lambda writer, meta, *arguments: writer.elementwise(torch.float32, arguments, _call(name))
 
 
 def _promoted(writer: Writer, arguments: Sequence[Any]) -> torch.dtype:
@@ -280,19 +274,12 @@ def _bitwise(sign: str) -> Operator:
 
 
 def _logical(text: Callable[..., str]) -> Operator:
-    def operator(writer: Writer, meta: Any, *arguments: Any) -> Value:
-        return writer.elementwise(torch.bool, arguments, text)
-
-    return operator
+    return lambda writer, meta, *arguments: writer.elementwise(torch.bool, arguments, text)
 
 
 def _predicate(text: Callable[[str], str]) -> Operator:
-    """Of floating-point numbers; integers are finite."""
-
-    def operator(writer: Writer, meta: Any, x: Any) -> Value:
-        return writer.elementwise(torch.float32, (x,), text, torch.bool)
-
-    return operator
+    """A test of floating-point numbers; integers are finite."""
+    return lambda writer, meta, x: writer.elementwise(torch.float32, (x,), text, torch.bool)
 
 
 for _name in (
@@ -323,8 +310,10 @@ OPERATORS["isposinf"] = _predicate(lambda x: f"{x} == kInfinity")
 
 
 def _rounding(name: str) -> Operator:
-    def operator(writer: Writer, meta: Any, x: Any) -> Value:
+    def operator(writer: Writer, meta: Any, x: Any, *, decimals: int = 0) -> Value:
         value = writer.value(x)
+        if decimals:
+            raise Refused("round with decimals")
         if not value.dtype.is_floating_point:
             return value
         return writer.elementwise(torch.float32, (value,), _call(name))
@@ -334,16 +323,7 @@ def _rounding(name: str) -> Operator:
 
 for _name in ("floor", "ceil", "trunc"):
     OPERATORS[_name] = _rounding(f"{_name}f")
-
-
-@_operator("round")
-def _round(writer: Writer, meta: Any, x: Any, *, decimals: int = 0) -> Value:
-    value = writer.value(x)
-    if decimals:
-        raise Refused("round with decimals")
-    if not value.dtype.is_floating_point:
-        return value
-    return writer.elementwise(torch.float32, (value,), _call("rintf"))  # to even, as torch
+OPERATORS["round"] = _rounding("rintf")  # to even, as torch
 
 
 def _sum_of(writer: Writer, meta: Any, a: Any, b: Any, alpha: Any, name: str) -> Value:
@@ -396,13 +376,8 @@ def _bitwise_not(writer: Writer, meta: Any, x: Any) -> Value:
     return writer.arithmetic(meta.dtype, (x,), lambda item: f"~{item}")
 
 
-for _name, _function in (
-    ("bitwise_left_shift", "torch_left_shift"),
-    ("__lshift__", "torch_left_shift"),
-    ("bitwise_right_shift", "torch_right_shift"),
-    ("__rshift__", "torch_right_shift"),
-):
-    OPERATORS[_name] = _in_result_dtype(_function)
+for _name, _side in (("__lshift__", "left"), ("__rshift__", "right")):
+    OPERATORS[_name] = OPERATORS[f"bitwise_{_side}_shift"] = _in_result_dtype(f"torch_{_side}_shift")
 
 
 @_operator("clamp", "clip", "clamp_min")
