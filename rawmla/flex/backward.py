@@ -142,28 +142,25 @@ def backpropagate(
             [pointer(x) for x in made],
         )
         del copies, list_copies  # until here
-    captured = dict.fromkeys([name for name, _ in names])
-    if needs.others:
-        captured |= zip([name for name, has_gradient in names if has_gradient], made, strict=True)
-    return dq, dk, dv, captured
+    return dq, dk, dv, {**dict.fromkeys(names), **dict(zip(names, made, strict=False))}
 
 
-def _gradients_of(
-    score: Reading | None,
-) -> tuple[tuple[tuple[tuple[int, ...], str], ...], list[tuple[str, bool]]]:
-    """Shapes and dtypes of the captured gradients; and the names of all captures that want one, with whether
-    they get it, those that do in the same order.
-    """
+Captured = tuple[tuple[tuple[int, ...], str], ...]
+"""Shapes and dtypes of the gradients of captured arrays."""
+
+
+def _gradients_of(score: Reading | None) -> tuple[Captured, list[str]]:
+    """The captured gradients; and the names of all captures that want one, first of those that get it."""
     if score is None or not score.arrays or score.frame.mod.backward is None:
         return (), []
-    captures, backward, arrays = score.frame.mod.captures, score.frame.mod.backward, score.arrays
-    names = [(captures[i].name, True) for i in backward.gradients]
+    captures, arrays, places = score.frame.mod.captures, score.arrays, score.frame.mod.backward.gradients
+    names = [captures[i].name for i in places]
     names += [
-        (capture.name, False)
+        capture.name
         for i, capture in enumerate(captures)
-        if i not in backward.gradients and getattr(arrays[i], "requires_grad", False)
+        if i not in places and getattr(arrays[i], "requires_grad", False)
     ]
-    return tuple([(tuple(arrays[i].shape), captures[i].dtype) for i in backward.gradients]), names
+    return tuple([(tuple(arrays[i].shape), captures[i].dtype) for i in places]), names
 
 
 class _Checked(NamedTuple):
@@ -231,10 +228,10 @@ def _prepare(
     mask: Bound | None,
     scale: float,
     deterministic: bool,
-    captured: tuple[tuple[tuple[int, ...], str], ...],
+    captured: Captured,
     needs: Needs,
 ) -> _Prepared:
-    """Load the kernels of a call and work out their parameters. ``captured``: shapes and dtypes."""
+    """Load the kernels of a call and work out their parameters."""
     device, framework = views.query[4], views.query[5]
     results: list[NewArray] = [
         (tuple(view[1]), view[3], fresh_out_strides(view, view[1][-1]))

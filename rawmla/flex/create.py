@@ -94,12 +94,12 @@ def _as_size(name: str, value: Any, least: int) -> int:
 
 def _place(mask_mod: Any, device: Any) -> tuple[Framework, int]:
     """The framework and the ordinal of the device of a new mask."""
-    captures: dict[str, Any] = {}
-    if isinstance(mask_mod, TracedMod):  # a 0-d tensor of the CPU is a number
-        captures = dict(zip(mask_mod.captures, mask_mod.reading().arrays, strict=False))
-    elif isinstance(mask_mod, CudaMod):
-        captures = {name: x for name, x in mask_mod.captures.items() if is_array(x)}
-    arrays = [inspect(x, f"captures: {name}") for name, x in captures.items()]
+    captures = mask_mod.captures if isinstance(mask_mod, (CudaMod, TracedMod)) else {}
+    arrays = [
+        inspect(x, f"captures: {name}")
+        for name, x in captures.items()
+        if is_array(x) and not name.startswith("mod.n")  # the name of a number, also of a tensor of the CPU
+    ]
     ordinal = arrays[0].device if arrays and device is None else as_ordinal(device)
     if arrays:
         return arrays[0].framework, ordinal

@@ -102,8 +102,8 @@ class PreparedCaptured:
         sums_are = _what_sums_are(call, mods)
         self._has_largest = sums_are == CELLS
         self._sum_bytes = [_sum_bytes(sums_are, one.elements) for one in mods.captured]
-        self._summed = [sums_are != FLOATS or one.dtype != "float32" for one in mods.captured]
-        sums = [size * summed for size, summed in zip(self._sum_bytes, self._summed, strict=True)]
+        summed = [sums_are != FLOATS or one.dtype != "float32" for one in mods.captured]
+        sums = [size * is_summed for size, is_summed in zip(self._sum_bytes, summed, strict=True)]
         self.scratch_sizes = [4 * len(mods.captured) * self._has_largest, *sums]
         self._passes: list[Callable[..., object]] = []
         self._finish: list[Callable[..., object] | None] = []
@@ -111,9 +111,9 @@ class PreparedCaptured:
             one = captured_spec(call.dtype, call.d_qk, call.d_v, pass_, mods.header)
             kernel = jit.get_kernel(one, call.device, capturing=capturing)
             self._passes.append(prepare_tiles(kernel, CAPTURED_KEYS))
-        for gradient, summed in zip(mods.captured, self._summed, strict=True):
+        for gradient, is_summed in zip(mods.captured, summed, strict=True):
             finish = None
-            if summed:
+            if is_summed:
                 kernel = jit.get_kernel(FINISH_SPEC, call.device, capturing=capturing)
                 params = CAPTURED_FINISH_PARAMS.pack(
                     count=gradient.elements,
@@ -145,7 +145,7 @@ class PreparedCaptured:
         if not results:
             return
         largest, (_, *sums) = self.largest(scratch), scratch
-        places = [x if summed else y for x, y, summed in zip(sums, results, self._summed, strict=True)]
+        places = [x if finish else y for x, y, finish in zip(sums, results, self._finish, strict=True)]
         if largest:
             jit.clear(largest, 4 * len(places), stream, self._device)
         for place, size in zip(places, self._sum_bytes, strict=True):
