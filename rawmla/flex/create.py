@@ -58,24 +58,20 @@ def prepare(
         jit.get_kernel(spec, ordinal, capturing=framework.capture_query(ordinal))
 
     def launch() -> BlockMask:
-        where: Any = {
-            "device": ordinal,
-            "stream": framework.current_stream(ordinal),
-            "capturing": framework.capture_query(ordinal),
-        }
+        where = kernels.Where(ordinal, framework.current_stream(ordinal), framework.capture_query(ordinal))
         shapes: list[NewArray] = []
         for lines, entries in ((grid.rows, grid.columns), (grid.columns, grid.rows)):
             counts = (grid.batches, grid.heads, lines)
             shapes += [(counts, "int32"), ((*counts, entries), "int32")] * (1 + separate)
         *arrays, states = framework.allocator(shapes, max(grid.blocks, 1), ordinal)()
         address = framework.pointer(states)
-        kernels.states(grid, header, mask_mod=packed_of(mask), address=address, **where)
+        kernels.states(grid, header, packed_of(mask), address, where)
         lists: list[Any] = []
         half = len(arrays) // 2
         for by_columns, made in ((False, arrays[:half]), (True, arrays[half:])):
             made += [None] * (4 - half)
             pointers = [0 if array is None else framework.pointer(array) for array in made]
-            kernels.lists(grid, address, ListAddresses(*pointers), by_columns=by_columns, **where)
+            kernels.lists(grid, address, ListAddresses(*pointers), where, by_columns=by_columns)
             lists += made
         parts: list[Any] = [(grid.q_len, grid.kv_len), *lists, (block_q, block_k), mask_mod]
         block_mask = BlockMask(*parts)

@@ -197,11 +197,10 @@ class Recut(NamedTuple):
         """
         states, made, _ = self.places(address)
         grid, walked = self._lines_first(self.given), self._lines_first(self.walked)
-        stream = framework.current_stream(device)
-        where: Any = {"device": device, "stream": stream, "capturing": framework.capture_query(device)}
-        jit.clear(states, ceil_div(grid.blocks, 4) * 4, stream, device)
-        kernels.scatter(grid, lists, given, states, **where)
-        kernels.lists(walked, states, made, state_blocks=(grid.block_q, grid.block_k), **where)
+        where = kernels.Where(device, framework.current_stream(device), framework.capture_query(device))
+        jit.clear(states, ceil_div(grid.blocks, 4) * 4, where.stream, device)
+        kernels.scatter(grid, lists, given, states, where)
+        kernels.lists(walked, states, made, where, state_blocks=(grid.block_q, grid.block_k))
         return made, states
 
     def _lines_first(self, grid: Grid) -> Grid:
