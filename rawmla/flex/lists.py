@@ -97,8 +97,7 @@ def read_lists(block_mask: Any, names: tuple[str, str, str, str] = LISTS) -> Giv
     addresses = tuple([address_of(view) for view in views])
     kind = (sizes, kinds_of(views))
     lists = GivenLists(names, views, addresses, sizes, _kinds.get(kind) or _kinds.keep(kind, object()))
-    if all([_is_recognised(x, view, views[0]) for x, view in zip(arrays, views, strict=True)]):
-        _keep(key, lists)
+    _remember(key, arrays, lists)
     return lists
 
 
@@ -121,20 +120,16 @@ _known: Memo[_Known] = Memo(shared=True)
 """By names, sizes and the ids of lists. An entry whose arrays are gone is never found."""
 
 
-def _is_recognised(x: Any, view: Fields | None, first: Fields | None) -> bool:
-    """Whether a list may be kept as known: a list that is copied at a call is read at every call."""
-    if view is None or first is None:
-        return True
-    _, _, strides, dtype, _, framework, array = view
-    return array is x and framework is first[5] and dtype == "int32" and strides[-1:] == (1,)
-
-
-def _keep(key: Any, lists: GivenLists) -> None:
-    given = [view for view in lists.views if view is not None]
-    references = [ref(view[6]) for view in given]
-    without_arrays = [view and (*view[:6], None) for view in lists.views]
-    known = lists._replace(views=without_arrays)
-    _known.keep(key, _Known(references, [view[:2] for view in given], given[0][5].pointer, known))
+def _remember(key: Any, arrays: list[Any], lists: GivenLists) -> None:
+    """Keep lists as known, unless one is copied at every call, or is of another framework than the first."""
+    given = [(x, view) for x, view in zip(arrays, lists.views, strict=True) if view is not None]
+    framework = given[0][1][5]
+    for x, (_, _, strides, dtype, _, of, array) in given:
+        if array is not x or of is not framework or dtype != "int32" or strides[-1:] != (1,):
+            return
+    places = [view[:2] for _, view in given]
+    without_arrays = lists._replace(views=[view and (*view[:6], None) for view in lists.views])
+    _known.keep(key, _Known([ref(x) for x, _ in given], places, framework.pointer, without_arrays))
 
 
 def addresses_of(
