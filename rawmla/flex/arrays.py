@@ -12,7 +12,7 @@ from ..kernels.mha_forward import NO_BOUND, MhaForwardCall
 from ..mha.arguments import check_head_dim, check_out_layout, fresh_out_strides, walked
 from .functions import check_on_device
 
-__all__ = ["FP8", "by_token", "check_arrays", "has_scores", "read_dense"]
+__all__ = ["FP8", "addresses_of", "by_token", "check_arrays", "has_scores", "read_dense"]
 
 FP8 = ("float8_e4m3fn", "float8_e5m2")
 
@@ -49,6 +49,27 @@ def check_streams(
             check_on_device(name, view, device, framework)
 
 
+def addresses_of(
+    views: Sequence[Fields | None], names: Sequence[str], copied: Sequence[bool | str]
+) -> tuple[list[Any], list[int]]:
+    """The copies that a call makes of its arrays, to be kept until the launch, and the addresses that the
+    kernel reads: 0 for an array that is not given. ``copied``: True for a copy, or the dtype of the copy.
+    """
+    if not any(copied):
+        return [], [0 if view is None else view[0] for view in views]
+    copies, addresses = [], []
+    for view, name, is_copied in zip(views, names, copied, strict=False):
+        if view is None:
+            addresses.append(0)
+        elif is_copied:
+            dtype = is_copied if isinstance(is_copied, str) else None
+            copies.append(view[5].aligned_copy(view[6], name, dtype))
+            addresses.append(view[5].pointer(copies[-1]))
+        else:
+            addresses.append(view[0])
+    return copies, addresses
+
+
 def has_scores(call: MhaForwardCall) -> bool:
     """Whether B, L and S are above 0. Else no function is called, and what functions read may be empty."""
     return min(call.b, call.max_seqlen_q, call.max_seqlen_k) > 0
@@ -58,7 +79,7 @@ def check_arrays(
     q: Fields, k: Fields, v: Fields, out: Fields | None, enable_gqa: bool
 ) -> tuple[MhaForwardCall, tuple[bool | str, ...]]:
     """Check the arrays of a call against each other. Returns the call, without functions and with the default
-    scale, and whether q, k and v are copied first, as `rawmla.flex.lists.addresses_of` takes it.
+    scale, and whether q, k and v are copied first, as `addresses_of` takes it.
     """
     _, q_shape, _, dtype, device, framework, _ = q
     if dtype != "bfloat16" and dtype != "float16":

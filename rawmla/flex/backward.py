@@ -19,6 +19,7 @@ from ..kernels.mha_backward_variants import ALL, BLOCK_ROWS, Needs
 from ..mha.arguments import fresh_out_strides, walked
 from .arrays import (
     FP8,
+    addresses_of,
     by_token,
     check_arrays,
     check_streams,
@@ -30,7 +31,7 @@ from .arrays import (
 from .block_lists import Q_LISTS
 from .block_mask import lacks_columns, read_mask, with_columns
 from .functions import Bound, as_reading, bound, check_on_device, header_of, packed_of, within_blocks
-from .lists import Blocks, GivenLists, addresses_of, check_lists, launch_lists, read_lists
+from .lists import Blocks, GivenLists, check_lists, launch_lists, read_lists
 from .mods import Reading, reading_of
 from .traced import between_graphs
 
@@ -168,7 +169,7 @@ class _Checked(NamedTuple):
 
     call: BackwardCall  # without functions, with the default scale and all gradients
     copied: tuple[bool | str, ...]
-    """How query, key, value, out and grad_out are copied first, see `rawmla.flex.lists.addresses_of`."""
+    """How query, key, value, out and grad_out are copied first, see `rawmla.flex.arrays.addresses_of`."""
     blocks: Blocks | None
     scores: bool
     mixes_frameworks: bool

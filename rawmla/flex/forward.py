@@ -14,11 +14,19 @@ from ..kernels.common import ceil_div
 from ..kernels.mha_forward import MhaForwardCall, Mods
 from ..kernels.mha_forward_variants import tile_in_blocks
 from ..mha.arguments import fresh_out_strides
-from .arrays import check_arrays, check_streams, has_scores, kinds_of, mixes_frameworks, read_dense
+from .arrays import (
+    addresses_of,
+    check_arrays,
+    check_streams,
+    has_scores,
+    kinds_of,
+    mixes_frameworks,
+    read_dense,
+)
 from .block_lists import LISTS
 from .block_mask import read_mask
 from .functions import IDENTITY, Bound, as_reading, bound, header_of, packed_of, reads_gradient, within_blocks
-from .lists import Blocks, GivenLists, addresses_of, check_lists, launch_lists, read_lists
+from .lists import Blocks, GivenLists, check_lists, launch_lists, read_lists
 from .mods import reading_of
 
 __all__ = ["Arguments", "AuxOutput", "AuxRequest", "attend", "attend_alone", "check_options", "wanted"]
@@ -186,7 +194,7 @@ class _Checked(NamedTuple):
 
     call: MhaForwardCall  # without functions, with the default scale
     copied: tuple[bool | str, ...]
-    """How query, key and value are copied first, see `rawmla.flex.lists.addresses_of`."""
+    """How query, key and value are copied first, see `rawmla.flex.arrays.addresses_of`."""
     blocks: Blocks | None
     scores: bool
     mixes_frameworks: bool

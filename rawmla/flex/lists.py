@@ -17,12 +17,12 @@ from ..kernels.block_mask import BlockLists, Grid, ListAddresses
 from ..kernels.common import ceil_div
 from ..kernels.mha_forward import NO_BOUND, MhaForwardCall
 from ..kernels.mha_forward_variants import WARPGROUP_ROWS
-from .arrays import has_scores, kinds_of
+from .arrays import addresses_of, has_scores, kinds_of
 from .block_lists import LISTS, Q_LISTS
 from .functions import Bound, check_on_device, packed_of
 
 __all__ = [
-    *("MASK_PARTS", "Blocks", "GivenLists", "addresses_of"),
+    *("MASK_PARTS", "Blocks", "GivenLists"),
     *("check_lists", "launch_lists", "read_lists"),
 ]
 
@@ -130,27 +130,6 @@ def _remember(key: Any, arrays: list[Any], lists: GivenLists) -> None:
     places = [view[:2] for _, view in given]
     without_arrays = lists._replace(views=[view and (*view[:6], None) for view in lists.views])
     _known.keep(key, _Known([ref(x) for x, _ in given], places, framework.pointer, without_arrays))
-
-
-def addresses_of(
-    views: Sequence[Fields | None], names: Sequence[str], copied: Sequence[bool | str]
-) -> tuple[list[Any], list[int]]:
-    """The copies that a call makes of its arrays, to be kept until the launch, and the addresses that the
-    kernel reads: 0 for an array that is not given. ``copied``: True for a copy, or the dtype of the copy.
-    """
-    if not any(copied):
-        return [], [0 if view is None else view[0] for view in views]
-    copies, addresses = [], []
-    for view, name, is_copied in zip(views, names, copied, strict=False):
-        if view is None:
-            addresses.append(0)
-        elif is_copied:
-            dtype = is_copied if isinstance(is_copied, str) else None
-            copies.append(view[5].aligned_copy(view[6], name, dtype))
-            addresses.append(view[5].pointer(copies[-1]))
-        else:
-            addresses.append(view[0])
-    return copies, addresses
 
 
 class Recut(NamedTuple):

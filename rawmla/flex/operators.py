@@ -496,11 +496,8 @@ OPERATORS["new_full"] = lambda writer, meta, x, size, number, **_: _filled(write
 
 
 def _constant(text: str) -> Operator:
-    def operator(writer: Writer, meta: Any, *_: Any, **__: Any) -> Value:
-        value = writer.cast(Value(torch.int32, (), (text,)), meta.dtype)
-        return writer.broadcast(value, tuple(meta.shape))
-
-    return operator
+    value = Value(torch.int32, (), (text,))
+    return lambda writer, meta, *_, **__: _filled(writer, meta, value)
 
 
 for _name in ("zeros", "zeros_like", "new_zeros", "empty_like", "_efficientzerotensor"):
@@ -674,21 +671,19 @@ def _reduction(function: str, average: bool = False) -> Operator:
     def operator(
         writer: Writer, meta: Any, x: Any, dims: Any = None, keepdim: bool = False, **_: Any
     ) -> Value:
-        value = writer.value(x)
+        dtype = _computed(meta.dtype)
+        value = writer.cast(writer.value(x), dtype)
         rank = len(value.shape)
         if dims is None or dims == []:
             dims = range(rank)
         reduced = {dim % rank for dim in ([dims] if isinstance(dims, int) else dims)} if rank else set()
-        dtype = _computed(meta.dtype)
         kept = [range(1) if i in reduced else range(extent) for i, extent in enumerate(value.shape)]
         whole = [range(extent) if i in reduced else None for i, extent in enumerate(value.shape)]
         (zero,) = writer.cast(Value(torch.int32, (), ("0",)), dtype).items
         items = []
         for place in itertools.product(*kept):
-            terms: list[str] = []
             choices = [(p,) if w is None else w for w, p in zip(whole, place, strict=True)]
-            for inner in itertools.product(*choices):
-                terms += writer.cast(Value(value.dtype, (), (value.at(inner),)), dtype).items
+            terms = [value.at(inner) for inner in itertools.product(*choices)]
             # torch itself refuses the largest and the smallest of none.
             total = terms[0] if terms else zero
             for term in terms[1:]:

@@ -252,11 +252,8 @@ def _captured(writer: Writer, captures: list[Capture], tensor: Any, name: str) -
         if tensor.dtype == torch.bool:
             return Value(torch.bool, (), (f"({writer.number(tensor)} != 0)",))
         return writer.cast(Value(c_dtype, (), (writer.number(tensor),)), tensor.dtype)
-    known = [place for place, capture in enumerate(captures) if capture.array is tensor]
-    if known:
-        (place,) = known
-    else:
-        place = len(captures)
+    place = next((i for i, capture in enumerate(captures) if capture.array is tensor), len(captures))
+    if place == len(captures):
         captures.append(Capture(tensor, _DTYPES[tensor.dtype], tensor.ndim))
     return View(place, tensor.dtype, tuple(range(extent) for extent in tensor.shape))
 
