@@ -19,9 +19,10 @@ from .call.checks import as_bool
 from .call.frameworks import Fields, Framework
 from .flex import backward as flex_backward
 from .flex import create
-from .flex.arrays import LISTS, MASK_PARTS, Q_LISTS
+from .flex.block_lists import LISTS, Q_LISTS
 from .flex.block_mask import lacks_columns
 from .flex.functions import as_reading
+from .flex.lists import MASK_PARTS
 from .kernels.mha_backward_variants import ALL, Needs
 from .kernels.operations import specs_of
 from .mha import backward as mha_backward
@@ -234,18 +235,20 @@ def _call_flex_backward(given: dict[str, Any], results: Any) -> None:
     _, shape, _, _, device, framework, _ = READERS[type(out)](out, "out")
     rows = tuple(shape[:-1])
     (lse, _) = framework.allocator([(rows, "float32")], 0, device)()
-    arrays = [given[name] for name in ("query", "key", "value")]
+    query, key, value = [given[name] for name in ("query", "key", "value")]
     score_mod = given.get("score_mod")
     score = as_reading(score_mod, "score_mod", device, backward=True)
     captured: list[Any] = []
     if score is not None and score.frame.mod.backward is not None:
         captures = score.mod().captures
         captured = [captures[i] for i in score.frame.mod.backward.gradients]
-    query, key, value = arrays
     flex_backward.gradients(
-        _needs([*arrays, *captured]), out, query, key, value, out, lse, score_mod, given.get("block_mask"),
-        given.get("scale"), given.get("enable_gqa", False), None, given.get("deterministic"),
-    )  # fmt: skip
+        _needs([query, key, value, *captured]),
+        flex_backward.Arrays(query, key, value, out, out, lse, None),
+        score_mod,
+        given.get("block_mask"),
+        flex_backward.Options(given.get("scale"), given.get("enable_gqa", False), given.get("deterministic")),
+    )
 
 
 def _needs(arguments: list[Any]) -> Needs:

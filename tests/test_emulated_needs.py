@@ -106,14 +106,16 @@ def test_flex_attention(emulator: Emulator, number: int, part: str) -> None:
     calls = cases.flex_backward_calls
     call = calls.backward_inputs(case, of, calls.make_flex_backward_inputs(case, "cpu"))
     inputs, given = call.inputs, call.gradients
-    options = {"score_mod": None, "block_mask": None, "scale": None, "enable_gqa": False}
-    options |= inputs.keywords("python")
+    keywords = inputs.keywords("python")
+    arrays = flex_backward.Arrays(
+        inputs.q, inputs.k, inputs.v, call.results[0], given.dout, call.results[1], given.dlse
+    )
+    options = flex_backward.Options(keywords.get("scale"), keywords.get("enable_gqa", False), deterministic)
 
     def backward(needs: Needs) -> tuple[Any, ...]:
         *made, by_name = flex_backward.gradients(
-            needs, given.dout, inputs.q, inputs.k, inputs.v, *call.results, grad_lse=given.dlse,
-            deterministic=deterministic, **options,
-        )  # fmt: skip
+            needs, arrays, keywords.get("score_mod"), keywords.get("block_mask"), options
+        )
         return *made, by_name
 
     *everything, captured = backward(ALL)

@@ -20,7 +20,7 @@ from full_cases import full_unless
 import rawmla
 from rawmla import preload
 from rawmla.call.arrays import READERS
-from rawmla.flex.arrays import Q_LISTS
+from rawmla.flex.block_lists import Q_LISTS
 from rawmla.flex.block_mask import with_columns
 from rawmla.reference._flex import NumpyMod, create_block_mask
 

@@ -426,7 +426,7 @@ def test_tensors_that_require_grad(monkeypatch: pytest.MonkeyPatch) -> None:
     reading = as_reading(mod, "score_mod", 0, backward=True)
     assert reading is not None
     gradients, names = _gradients_of(reading)
-    assert gradients == (((300,), "float32"),) and names == [("used", True), ("cut", False)]
+    assert gradients == (((300,), "float32"),) and names == ["used", "cut"]
     framework = READERS[torch.Tensor](without_grad, "without_grad")[5]
     found = bound(reading, "score_mod", 0, framework)  # reads them without, as there are gradients
     assert found is not None and found.addresses == [x.data_ptr() for x in reading.arrays]

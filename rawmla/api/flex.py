@@ -132,10 +132,11 @@ def flex_attention(
     >>> out = rawmla.flex_attention(q, k, v, lambda s, b, h, q, k: s - 0.1 * (q - k), mask)
     """
     call = between_graphs().attend if tracing.is_traced(query) else forward.attend
-    return call(
+    arguments = forward.Arguments(
         query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options, return_aux,
         deterministic, out,
     )  # fmt: skip
+    return call(arguments)
 
 
 def flex_attention_backward(
@@ -218,10 +219,9 @@ def flex_attention_backward(
     The operation is torch's backward of its function flex_attention
     (torch.nn.attention.flex_attention).
     """
-    return backward.gradients(
-        ALL, grad_out, query, key, value, out, lse, score_mod, block_mask, scale, enable_gqa, grad_lse,
-        deterministic,
-    )  # fmt: skip
+    arrays = backward.Arrays(query, key, value, out, grad_out, lse, grad_lse)
+    options = backward.Options(scale, enable_gqa, deterministic)
+    return backward.gradients(ALL, arrays, score_mod, block_mask, options)
 
 
 def create_block_mask(

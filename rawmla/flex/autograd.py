@@ -5,7 +5,7 @@ Imports torch, so it is imported by a call that reads a tensor which requires gr
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -14,22 +14,16 @@ import torch
 
 from ..call.autograd import Call, attend, check_no_out, check_torch, gradient_of_out
 from ..kernels.mha_backward_variants import Needs
-from .arrays import LISTS, MASK_PARTS, Q_LISTS, lists_of
-from .backward import gradients
+from .arrays import read_dense
+from .backward import Arrays, Options, gradients
+from .block_lists import LISTS, Q_LISTS
 from .block_mask import lacks_columns, read_mask
-from .forward import AuxOutput, AuxRequest, attend_alone, read_dense, wanted
+from .forward import Arguments, AuxOutput, AuxRequest, attend_alone, wanted
 from .functions import as_reading
+from .lists import MASK_PARTS, read_lists
 from .mods import Reading
 
 __all__ = ["attention"]
-
-
-class _Options(NamedTuple):
-    """Arguments of `flex_attention_backward` that are no arrays."""
-
-    scale: float | None
-    enable_gqa: bool
-    deterministic: bool | None
 
 
 class _Functions(NamedTuple):
@@ -38,95 +32,75 @@ class _Functions(NamedTuple):
     """
 
     score: Reading | None  # with gradients
-    mask: Any  # the attributes of a BlockMask; its function is a Reading
+    mask: SimpleNamespace | None  # the attributes of a BlockMask; its function is a Reading
     inputs: tuple[int, ...]
     """The captures of `score` that are inputs of the graph."""
 
     def arrays(self) -> list[Any]:
-        """What is read of device memory, but for the inputs of the graph."""
-        score = () if self.score is None else self.score.arrays
-        read_by_score = [x for i, x in enumerate(score) if i not in self.inputs]
-        if self.mask is None:
-            return read_by_score
-        function = self.mask.mask_mod
-        read_by_mask = function.arrays if isinstance(function, Reading) else ()
-        return [*read_by_score, *read_by_mask, *[getattr(self.mask, name) for name in (*LISTS, *Q_LISTS)]]
+        """The arrays that the backward reads, first the captures of `score`."""
+        found = [] if self.score is None else [*self.score.arrays]
+        if self.mask is not None:
+            found += [] if self.mask.mask_mod is None else self.mask.mask_mod.arrays
+            found += [getattr(self.mask, name) for name in (*LISTS, *Q_LISTS)]
+        return found
 
-    def with_arrays(self, inputs: Sequence[Any], others: Iterator[Any]) -> _Functions:
-        """The same with other arrays: the inputs, and the rest in the order of `arrays`."""
-        score, mask = self.score, self.mask
-        if score is not None:
-            known = dict(zip(self.inputs, inputs, strict=True))
-            arrays = [known[i] if i in known else next(others) for i in range(len(score.arrays))]
-            score = score._replace(arrays=arrays)
+    def with_arrays(self, arrays: Iterator[Any]) -> _Functions:
+        """The same with other arrays, in the order of `arrays`."""
+
+        def taken(function: Reading | None) -> Reading | None:
+            return function and function._replace(arrays=[next(arrays) for _ in function.arrays])
+
+        score, mask = taken(self.score), self.mask
         if mask is not None:
-            function = mask.mask_mod
-            if isinstance(function, Reading):
-                function = function._replace(arrays=[next(others) for _ in function.arrays])
-            lists = {name: next(others) for name in (*LISTS, *Q_LISTS)}
+            function = taken(mask.mask_mod)
+            lists = {name: next(arrays) for name in (*LISTS, *Q_LISTS)}
             mask = SimpleNamespace(**{**vars(mask), **lists, "mask_mod": function})
         return _Functions(score, mask, self.inputs)
 
 
-def attention(
-    query: Any,
-    key: Any,
-    value: Any,
-    score_mod: Any,
-    block_mask: Any,
-    scale: float | None,
-    enable_gqa: bool,
-    return_lse: bool,
-    kernel_options: dict[str, Any] | None,
-    return_aux: Any,
-    deterministic: bool | None,
-    out: Any,
-) -> Any:
+def attention(arguments: Arguments) -> Any:
     """`flex_attention` where a tensor that is read requires grad."""
-    check_no_out(out)
+    return_lse, return_aux = arguments.return_lse, arguments.return_aux
+    check_no_out(arguments.out)
     _, wants_max = wanted(return_lse, return_aux)
-    arrays = {"query": query, "key": key, "value": value}
     with torch.no_grad():
-        views = {name: read_dense(x, name) for name, x in arrays.items()}
-        for name, x in arrays.items():
+        views = [read_dense(x, name) for name, x in zip(Arguments._fields, arguments[:3], strict=False)]
+        for name, x, view in zip(Arguments._fields, arguments[:3], views, strict=False):
             check_torch(name, x)
-            if name != "query" and "float8" in views[name][3]:
+            if name != "query" and "float8" in view[3]:
                 raise ValueError(
-                    f"{name}: expected the dtype of query where a gradient is needed, got {views[name][3]}; "
+                    f"{name}: expected the dtype of query where a gradient is needed, got {view[3]}; "
                     "convert it, or call under torch.no_grad()"
                 )
-        device = views["query"][4]
-        plain = _frozen(as_reading(score_mod, "score_mod", device))
-        functions = _functions(score_mod, block_mask, device)
-    captured, names = [], []
-    if functions.score is not None:
-        captured = [functions.score.arrays[i] for i in functions.inputs]
-        names = [functions.score.frame.mod.captures[i].name for i in functions.inputs]
+        device = views[0][4]
+        plain = _frozen(as_reading(arguments.score_mod, "score_mod", device))
+        functions = _functions(arguments.score_mod, arguments.block_mask, device)
     mask = functions.mask
     if mask is not None:
-        lists = {name: getattr(block_mask, name) for name in LISTS}
+        lists = {name: getattr(arguments.block_mask, name) for name in LISTS}
         mask = SimpleNamespace(**{name: getattr(mask, name) for name in MASK_PARTS}, **lists)
-    forward = partial(
-        attend_alone, query, key, value, plain, mask, scale, enable_gqa, False, kernel_options,
-        AuxRequest(True, wants_max), deterministic, None,
-    )  # fmt: skip
-    inputs = (query, key, value, *captured)
+    alone = arguments._replace(
+        score_mod=plain, block_mask=mask, return_lse=False, return_aux=AuxRequest(True, wants_max)
+    )
+    read_again = functions.arrays()
+    captured = [read_again[i] for i in functions.inputs]
+    others = [x for i, x in enumerate(read_again) if i not in functions.inputs]
+    inputs = (*arguments[:3], *captured)
     if any(x.requires_grad for x in inputs):
-        read_again = functions.arrays()
-        kept = [None if isinstance(x, torch.Tensor) else x for x in read_again]
-        without = functions.with_arrays([None] * len(captured), iter(kept))
-        options = _Options(scale, enable_gqa, deterministic)
+        kept = [None if isinstance(x, torch.Tensor) else x for x in others]
+        without = functions.with_arrays(iter([None] * len(read_again)))
+        options = Options(arguments.scale, arguments.enable_gqa, arguments.deterministic)
         call = Call(
             "flex attention",
-            lambda: _flat(*forward()),
-            partial(_gradients, without, kept, options, names),
+            lambda: _flat(*attend_alone(alone)),
+            partial(_gradients, without, kept, options),
             inputs,
-            tuple([x if isinstance(x, torch.Tensor) else None for x in read_again]),
+            tuple([x if isinstance(x, torch.Tensor) else None for x in others]),
         )
         results = attend(call)
     else:  # what requires grad does not reach the results
         with torch.no_grad():
-            results = _flat(*forward())
+            results = _flat(*attend_alone(alone))
     result, lse, *largest = results
     if return_aux is not None:
         return result, AuxOutput(lse if return_aux.lse else None, *largest)
@@ -146,7 +120,7 @@ def _functions(score_mod: Any, block_mask: Any, device: int) -> _Functions:
         inputs = tuple([i for i in places if isinstance(score.arrays[i], torch.Tensor)])
     mask = None
     saved, others = (LISTS, Q_LISTS) if lacks_columns(block_mask) else (Q_LISTS, LISTS)
-    if lists_of(block_mask, saved) is not None:
+    if read_lists(block_mask, saved) is not None:
         parts = {name: getattr(block_mask, name, None) for name in (*saved, *MASK_PARTS)}
         mask = SimpleNamespace(**parts, **dict.fromkeys(others))
         mask.mask_mod = _frozen(read_mask(block_mask, device, backward=True))
@@ -164,8 +138,7 @@ def _frozen(reading: Reading | None) -> Reading | None:
 def _gradients(
     without: _Functions,
     kept: list[Any],
-    options: _Options,
-    names: list[str],
+    options: Options,
     needs: tuple[bool, ...],
     dout: torch.Tensor | None,
     dlse: torch.Tensor | None,
@@ -174,14 +147,19 @@ def _gradients(
     inputs: tuple[torch.Tensor, ...],
     saved: tuple[torch.Tensor | None, ...],
 ) -> tuple[torch.Tensor | None, ...]:
-    """`Call.backward`; ``names`` has a name for each captured tensor among ``inputs``."""
+    """`Call.backward`: ``without`` has the functions without arrays, which are saved, or ``kept``."""
     query, key, value, *captured = inputs
-    others = (x if tensor is None else tensor for x, tensor in zip(kept, saved, strict=True))
-    functions = without.with_arrays(captured, others)
+    known = dict(zip(without.inputs, captured, strict=True))
+    others = iter([x if tensor is None else tensor for x, tensor in zip(kept, saved, strict=True)])
+    places = range(len(without.arrays()))
+    score, mask, _ = without.with_arrays(iter([known[i] if i in known else next(others) for i in places]))
     of_query, of_key, of_value, *of_captures = needs
     dq, dk, dv, by_name = gradients(
-        Needs(of_query, of_key, of_value, any(of_captures)), gradient_of_out(dout, out), query, key, value,
-        out, lse, functions.score, functions.mask, options.scale, options.enable_gqa, dlse,
-        options.deterministic,
-    )  # fmt: skip
-    return (dq, dk, dv, *[by_name[name] for name in names])
+        Needs(of_query, of_key, of_value, any(of_captures)),
+        Arrays(query, key, value, out, gradient_of_out(dout, out), lse, dlse),
+        score,
+        mask,
+        options,
+    )
+    captures = () if score is None else score.frame.mod.captures
+    return (dq, dk, dv, *[by_name[captures[i].name] for i in without.inputs])

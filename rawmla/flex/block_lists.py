@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 __all__ = [
-    *("Lists", "check_lists", "dense_of", "listed", "numpy_of", "picture", "places_of", "transposed"),
+    *(
+        "LISTS",
+        "Q_LISTS",
+        "Lists",
+        "check_lists",
+        "dense_of",
+        "listed",
+        "numpy_of",
+        "picture",
+        "transposed",
+    ),
 ]
+
+LISTS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+"""The names of lists in a BlockMask."""
+Q_LISTS = ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")
+"""The names of lists by columns, which a backward walks."""
 
 
 class Lists(NamedTuple):
@@ -32,13 +46,23 @@ def check_lists(counts: Any, indices: Any, name: str) -> None:
 def dense_of(lists: Lists, columns: int) -> Any:
     """int32 `[.., rows, columns]`: 1 where a block is in the lists."""
     counts, indices = lists
-    wide = _zeros_like(indices, (*indices.shape[:-1], columns + 1))
-    width = indices.shape[-1]
-    order = _range_like(indices, width)
+    shape, width = (*indices.shape[:-1], columns + 1), indices.shape[-1]
+    numpy = numpy_of(indices)
+    if numpy is None:
+        import torch
+
+        wide = indices.new_zeros(shape)
+        order = torch.arange(width, dtype=torch.int32, device=indices.device)
+    else:
+        wide = numpy.zeros(shape, "int32")
+        order = numpy.arange(width, dtype="int32")
     # Entries past the count mean nothing; those past the columns are dropped.
-    listed = (order < counts[..., None]) & (indices >= 0) & (indices < columns)
-    places = indices * listed + columns * ~listed
-    _put_ones(wide, places)
+    is_listed = (order < counts[..., None]) & (indices >= 0) & (indices < columns)
+    places = indices * is_listed + columns * ~is_listed
+    if numpy is None:
+        wide.scatter_(-1, places.long(), 1)
+    else:
+        numpy.put_along_axis(wide, places.astype("int64"), 1, axis=-1)
     return wide[..., :columns]
 
 
@@ -49,13 +73,10 @@ def transposed(lists: Lists, columns: int) -> Lists:
 
 def listed(dense: Any) -> Lists:
     """Lists of the places of ones, ascending, and then the other places."""
-    counts = dense.sum(-1)
-    return Lists(
-        counts.int() if numpy_of(dense) is None else counts.astype("int32"), _stable_order(1 - dense)
-    )
-
-
-# The few operations that torch names in another way than NumPy and CuPy do
+    counts, absent = dense.sum(-1), 1 - dense
+    if numpy_of(dense) is None:  # argsort gives the strides of what it sorts
+        return Lists(counts.int(), absent.contiguous().argsort(dim=-1, stable=True).int())
+    return Lists(counts.astype("int32"), absent.argsort(axis=-1, kind="stable").astype("int32"))
 
 
 def numpy_of(array: Any) -> Any:
@@ -69,42 +90,7 @@ def numpy_of(array: Any) -> Any:
     return cupy
 
 
-def _zeros_like(array: Any, shape: Sequence[int]) -> Any:
-    numpy = numpy_of(array)
-    return array.new_zeros(tuple(shape)) if numpy is None else numpy.zeros(tuple(shape), "int32")
-
-
-def _range_like(array: Any, count: int) -> Any:
-    numpy = numpy_of(array)
-    if numpy is not None:
-        return numpy.arange(count, dtype="int32")
-    import torch
-
-    return torch.arange(count, dtype=torch.int32, device=array.device)
-
-
-def _put_ones(array: Any, places: Any) -> None:
-    numpy = numpy_of(array)
-    if numpy is None:
-        array.scatter_(-1, places.long(), 1)
-    else:
-        numpy.put_along_axis(array, places.astype("int64"), 1, axis=-1)
-
-
-def _stable_order(array: Any) -> Any:
-    if numpy_of(array) is None:
-        return array.contiguous().argsort(dim=-1, stable=True).int()  # with the strides of what it sorts
-    return array.argsort(axis=-1, kind="stable").astype("int32")
-
-
 # ---- pictures
-
-
-def places_of(shape: Sequence[int]) -> list[tuple[int, ...]]:
-    places: list[tuple[int, ...]] = [()]
-    for extent in shape:
-        places = [(*place, index) for place in places for index in range(extent)]
-    return places
 
 
 def picture(rows: list[list[int]], grid_size: int | tuple[int, int]) -> list[str]:

@@ -11,16 +11,7 @@ import numpy as np
 
 from .. import jit
 from ..call.checks import as_int, show
-from .block_lists import (
-    Lists,
-    check_lists,
-    dense_of,
-    listed,
-    numpy_of,
-    picture,
-    places_of,
-    transposed,
-)
+from .block_lists import LISTS, Q_LISTS, Lists, check_lists, dense_of, listed, numpy_of, picture, transposed
 from .functions import as_reading, check_mask
 from .mods import Reading
 
@@ -218,25 +209,14 @@ class BlockMask:
         rows, columns = kv_indices.shape[-2:]
         if seq_lengths is None:
             seq_lengths = (rows * q_size, columns * kv_size)
-        by_columns = full_by_columns = Lists(None, None)
+        by_rows = [Lists(kv_num_blocks, kv_indices), Lists(full_kv_num_blocks, full_kv_indices)]
+        by_columns = [Lists(None, None)] * 2
         if compute_q_blocks:
             columns = -(-seq_lengths[1] // kv_size)
-            by_columns = transposed(Lists(kv_num_blocks, kv_indices), columns)
-            if full_kv_num_blocks is not None:
-                full_by_columns = transposed(Lists(full_kv_num_blocks, full_kv_indices), columns)
-        return cls(
-            seq_lengths,
-            kv_num_blocks,
-            kv_indices,
-            full_kv_num_blocks,
-            full_kv_indices,
-            by_columns.counts,
-            by_columns.indices,
-            full_by_columns.counts,
-            full_by_columns.indices,
-            (q_size, kv_size),
-            noop_mask if mask_mod is None else mask_mod,
-        )
+            by_columns = [x if x.counts is None else transposed(x, columns) for x in by_rows]
+        lists = [one for pair in (*by_rows, *by_columns) for one in pair]
+        parts: list[Any] = [*lists, (q_size, kv_size), noop_mask if mask_mod is None else mask_mod]
+        return cls(seq_lengths, *parts)
 
     @property
     def mask_mod(self) -> Any:
@@ -254,10 +234,7 @@ class BlockMask:
 
     def as_tuple(self, flatten: bool = True) -> tuple[Any, ...]:
         """The lengths, lists, block sizes and the function; lengths and sizes as pairs unless `flatten`."""
-        lists = (
-            self.kv_num_blocks, self.kv_indices, self.full_kv_num_blocks, self.full_kv_indices,
-            self.q_num_blocks, self.q_indices, self.full_q_num_blocks, self.full_q_indices,
-        )  # fmt: skip
+        lists = [getattr(self, name) for name in (*LISTS, *Q_LISTS)]
         if flatten:
             return (*self.seq_lengths, *lists, *self.BLOCK_SIZE, self.mask_mod)
         return (self.seq_lengths, *lists, self.BLOCK_SIZE, self.mask_mod)
@@ -273,9 +250,7 @@ class BlockMask:
 
     def sparsity(self) -> float:
         """Percent of the blocks that are in no list. Waits for the device."""
-        blocks = int(self.kv_num_blocks.sum())
-        if self.full_kv_num_blocks is not None:
-            blocks += int(self.full_kv_num_blocks.sum())
+        blocks = sum(int(lists.counts.sum()) for lists in self._by_rows())
         sizes = zip(self.seq_lengths, self.BLOCK_SIZE, strict=True)
         all_blocks = prod(self.shape[:-2]) * prod(-(-length // size) for length, size in sizes)
         return 100 * (1 - blocks / all_blocks) if all_blocks else 0.0
@@ -283,10 +258,8 @@ class BlockMask:
     def to_dense(self) -> Any:
         """int32 `[B, H, rows, columns]`, a new array: 1 where a block is attended. Does not wait."""
         columns = max(self.kv_indices.shape[-1], -(-self.seq_lengths[1] // self.BLOCK_SIZE[1]))
-        dense = dense_of(Lists(self.kv_num_blocks, self.kv_indices), columns)
-        if self.full_kv_num_blocks is not None:
-            dense = dense | dense_of(Lists(self.full_kv_num_blocks, self.full_kv_indices), columns)
-        return dense
+        dense, *full = [dense_of(lists, columns) for lists in self._by_rows()]
+        return dense | full[0] if full else dense
 
     def to_string(self, grid_size: int | tuple[int, int] = PICTURE_SIDE, limit: int = PICTURES) -> str:
         """A picture of each mask: a full block for what is attended, a shaded one for parts, else a space.
@@ -297,7 +270,7 @@ class BlockMask:
         dense = self.to_dense().tolist()
         batch = self.kv_indices.shape[:-2]
         pictures: list[str] = []
-        for place in places_of(batch):
+        for place in np.ndindex(*batch):
             if len(pictures) == limit:
                 pictures.append("...")
                 break
@@ -333,20 +306,19 @@ class BlockMask:
         self, change: Callable[[Lists], Lists], seq_lengths: tuple[int, int], mask_mod: Any
     ) -> BlockMask:
         """The mask with other lists by rows."""
-        partial = change(Lists(self.kv_num_blocks, self.kv_indices))
-        full = Lists(self.full_kv_num_blocks, self.full_kv_indices)
-        if full.counts is not None:
-            full = change(full)
+        partial, *full = [change(lists) for lists in self._by_rows()]
+        full_counts, full_indices = full[0] if full else (None, None)
         return BlockMask.from_kv_blocks(
-            partial.counts,
-            partial.indices,
-            full.counts,
-            full.indices,
-            self.BLOCK_SIZE,
-            mask_mod,
-            seq_lengths,
+            *partial, full_counts, full_indices, self.BLOCK_SIZE, mask_mod, seq_lengths,
             self.q_indices is not None,
-        )
+        )  # fmt: skip
+
+    def _by_rows(self) -> list[Lists]:
+        """The lists of partial blocks, and of full ones if there are any."""
+        lists = [Lists(self.kv_num_blocks, self.kv_indices)]
+        if self.full_kv_num_blocks is not None:
+            lists.append(Lists(self.full_kv_num_blocks, self.full_kv_indices))
+        return lists
 
     def _tokens_of(self, rows: Any) -> int:
         """Query tokens in rows of blocks; the last row may have fewer."""
@@ -386,14 +358,13 @@ class BlockMask:
 
 
 def lacks_columns(mask: Any) -> bool:
-    """Whether a mask has lists by rows only, of torch or CuPy: `with_columns` adds those by columns."""
-    rows = getattr(mask, "kv_indices", None)
-    if type(rows).__module__.partition(".")[0] not in ("torch", "cupy"):
+    """Whether a mask has lists by rows only, of torch or CuPy: `with_columns` adds lists by columns."""
+    has_full = getattr(mask, "full_kv_num_blocks", None) is not None
+    names = Q_LISTS if has_full else Q_LISTS[:2]
+    if all([getattr(mask, name, None) is not None for name in names]):
         return False
-    by_columns = [getattr(mask, name, None) for name in ("q_num_blocks", "q_indices")]
-    if getattr(mask, "full_kv_num_blocks", None) is not None:
-        by_columns += [getattr(mask, name, None) for name in ("full_q_num_blocks", "full_q_indices")]
-    return any(array is None for array in by_columns)
+    rows = getattr(mask, "kv_indices", None)
+    return type(rows).__module__.partition(".")[0] in ("torch", "cupy")
 
 
 def with_columns(mask: Any) -> BlockMask:

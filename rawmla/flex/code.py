@@ -18,26 +18,20 @@ _ATTRIBUTES = frozenset(("LOAD_ATTR", "LOAD_METHOD"))
 class CodeNames:
     """The names in a code object and in the functions inside of it. Equal code shares one, which is compared
     by identity, because hashing code is slow.
-
-    Attributes
-    ----------
-    free : tuple
-        For each closed-over variable, in the order of ``co_freevars``, the chains that it is read with.
-    globals : tuple
-        Names that are looked up among the globals and then among the builtins, with their chains.
-    attributes : frozenset of str
-        All attributes that are read.
-    complete : bool
-        Whether names lead to all that the code reads. An import, a class and a pattern of a class lead to
-        more, and so does code that sets a global or an attribute.
     """
 
     __slots__ = ("attributes", "complete", "free", "globals")
 
     free: tuple[tuple[Chain, ...], ...]
+    """For each closed-over variable, in the order of ``co_freevars``, the chains that it is read with."""
     globals: tuple[tuple[str, tuple[Chain, ...]], ...]
+    """Names that are looked up among the globals and then among the builtins, with their chains."""
     attributes: frozenset[str]
+    """All attributes that are read."""
     complete: bool
+    """Whether names lead to all that the code reads. Imports, classes and patterns of classes lead to more,
+    and so does code that sets a global or an attribute.
+    """
 
     def __init__(self, code: CodeType) -> None:
         self.complete = True

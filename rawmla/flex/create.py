@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 from .. import jit
 from ..call.arrays import framework_named, inspect, is_array
@@ -13,62 +14,14 @@ from ..kernels.block_mask import Grid, ListAddresses
 from ..kernels.mha_forward import NO_BOUND
 from .block_mask import BlockMask, as_block_size, as_ordinal, hides_nothing
 from .functions import as_reading, bound, check_numbers, header_of, packed_of
-from .mods import CudaMod, Reading, TracedMod
+from .mods import CudaMod, TracedMod
 
 __all__ = ["make", "prepare"]
 
 
-def make(
-    mask_mod: Any,
-    B: int | None,
-    H: int | None,
-    Q_LEN: int,
-    KV_LEN: int,
-    device: Any,
-    BLOCK_SIZE: int | tuple[int, int],
-    separate_full_blocks: bool,
-) -> BlockMask:
-    """`create_block_mask`."""
-    prepared = prepare(mask_mod, B, H, Q_LEN, KV_LEN, device, BLOCK_SIZE, separate_full_blocks)
-    grid, separate, framework, ordinal, reading, header, mask_bytes = prepared
-    where: Any = {
-        "device": ordinal,
-        "stream": framework.current_stream(ordinal),
-        "capturing": framework.capture_query(ordinal),
-    }
-    shapes: list[NewArray] = []
-    for lines, entries in ((grid.rows, grid.columns), (grid.columns, grid.rows)):
-        counts = (grid.batches, grid.heads, lines)
-        shapes += [(counts, "int32"), ((*counts, entries), "int32")] * (1 + separate)
-    *arrays, states = framework.allocator(shapes, max(grid.blocks, 1), ordinal)()
-    address = framework.pointer(states)
-    kernels.states(grid, header, mask_mod=mask_bytes, address=address, **where)
-    lists: list[Any] = []
-    half = len(arrays) // 2
-    for by_columns, made in ((False, arrays[:half]), (True, arrays[half:])):
-        made += [None] * (4 - half)
-        pointers = [0 if array is None else framework.pointer(array) for array in made]
-        kernels.lists(grid, address, ListAddresses(*pointers), by_columns=by_columns, **where)
-        lists += made
-    kv_counts, kv, full_kv_counts, full_kv, q_counts, q, full_q_counts, full_q = lists
-    mask = BlockMask(
-        (grid.q_len, grid.kv_len), kv_counts, kv, full_kv_counts, full_kv, q_counts, q, full_q_counts, full_q,
-        (grid.block_q, grid.block_k), mask_mod,
-    )  # fmt: skip
-    mask._kept = ordinal, None if hides_nothing(mask_mod) else reading
-    return mask
-
-
-class _Prepared(NamedTuple):
-    """The checked arguments of a call, whose kernels are loaded."""
-
-    grid: Grid
-    separate: bool
-    framework: Framework
-    device: int
-    reading: Reading
-    header: tuple[str, str]
-    mask_mod: bytes
+def make(*arguments: Any) -> BlockMask:
+    """`create_block_mask` of the arguments of `prepare`."""
+    return prepare(*arguments)()
 
 
 def prepare(
@@ -81,8 +34,8 @@ def prepare(
     BLOCK_SIZE: Any,
     separate_full_blocks: Any,
     **unused: Any,
-) -> _Prepared:
-    """Check the arguments of a call, and load its kernels."""
+) -> Callable[[], BlockMask]:
+    """Check the arguments of a call, and load its kernels. Returns the rest of the call."""
     block_q, block_k = as_block_size(BLOCK_SIZE)
     grid = Grid(
         batches=_as_size("B", 1 if B is None else B, 1),
@@ -98,12 +51,34 @@ def prepare(
     if reading is None:
         raise TypeError("mask_mod: expected a function, a CudaMod or CUDA text, got None")
     check_numbers(reading, "mask_mod")
-    # Of a grid without blocks, what the function reads may be empty.
+    # Without blocks in the grid, arrays that the function reads may be empty.
     mask = bound(reading, "mask_mod", ordinal, framework) if grid.blocks else None
-    header = header_of(None, reading.frame.mod if mask is None else mask.form.variant.mod)
+    header = header_of(None, reading.frame.mod if mask is None else mask.form.frame.mod)
     for spec in (kernels.states_spec(header), kernels.LISTS_SPEC):
         jit.get_kernel(spec, ordinal, capturing=framework.capture_query(ordinal))
-    return _Prepared(grid, separate, framework, ordinal, reading, header, packed_of(mask))
+
+    def launch() -> BlockMask:
+        where = kernels.Where(ordinal, framework.current_stream(ordinal), framework.capture_query(ordinal))
+        shapes: list[NewArray] = []
+        for lines, entries in ((grid.rows, grid.columns), (grid.columns, grid.rows)):
+            counts = (grid.batches, grid.heads, lines)
+            shapes += [(counts, "int32"), ((*counts, entries), "int32")] * (1 + separate)
+        *arrays, states = framework.allocator(shapes, max(grid.blocks, 1), ordinal)()
+        address = framework.pointer(states)
+        kernels.states(grid, header, packed_of(mask), address, where)
+        lists: list[Any] = []
+        half = len(arrays) // 2
+        for by_columns, made in ((False, arrays[:half]), (True, arrays[half:])):
+            made += [None] * (4 - half)
+            pointers = [0 if array is None else framework.pointer(array) for array in made]
+            kernels.lists(grid, address, ListAddresses(*pointers), where, by_columns=by_columns)
+            lists += made
+        parts: list[Any] = [(grid.q_len, grid.kv_len), *lists, (block_q, block_k), mask_mod]
+        block_mask = BlockMask(*parts)
+        block_mask._kept = ordinal, None if hides_nothing(mask_mod) else reading
+        return block_mask
+
+    return launch
 
 
 def _as_size(name: str, value: Any, least: int) -> int:
@@ -115,12 +90,12 @@ def _as_size(name: str, value: Any, least: int) -> int:
 
 def _place(mask_mod: Any, device: Any) -> tuple[Framework, int]:
     """The framework and the ordinal of the device of a new mask."""
-    captures: dict[str, Any] = {}
-    if isinstance(mask_mod, TracedMod):  # a 0-d tensor of the CPU is a number
-        captures = dict(zip(mask_mod.captures, mask_mod.reading().arrays, strict=False))
-    elif isinstance(mask_mod, CudaMod):
-        captures = {name: x for name, x in mask_mod.captures.items() if is_array(x)}
-    arrays = [inspect(x, f"captures: {name}") for name, x in captures.items()]
+    captures = mask_mod.captures if isinstance(mask_mod, (CudaMod, TracedMod)) else {}
+    arrays = [
+        inspect(x, f"captures: {name}")
+        for name, x in captures.items()
+        if is_array(x) and not name.startswith("mod.n")  # the name of a number, also of a tensor of the CPU
+    ]
     ordinal = arrays[0].device if arrays and device is None else as_ordinal(device)
     if arrays:
         return arrays[0].framework, ordinal

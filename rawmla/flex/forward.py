@@ -5,44 +5,31 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from .. import jit
-from ..call.arrays import READERS, needs_gradient, read_given
+from ..call.arrays import needs_gradient, read_given
 from ..call.checks import as_bool, as_scale, show
 from ..call.frameworks import Fields, NewArray
-from ..call.memo import Memo, kind_of
-from ..kernels import block_mask as mask_kernels
+from ..call.memo import Memo
 from ..kernels import mha_forward
-from ..kernels.block_mask import BlockLists, Grid, ListAddresses
+from ..kernels.common import ceil_div
 from ..kernels.mha_forward import MhaForwardCall, Mods
+from ..kernels.mha_forward_variants import tile_in_blocks
 from ..mha.arguments import fresh_out_strides
 from .arrays import (
-    LISTS,
-    FlexChecked,
-    GivenLists,
-    Recut,
+    addresses_of,
     check_arrays,
-    keep_lists,
-    lists_of,
-    recall_lists,
+    check_streams,
+    has_scores,
+    kinds_of,
+    mixes_frameworks,
+    read_dense,
 )
+from .block_lists import LISTS
 from .block_mask import read_mask
-from .functions import (
-    IDENTITY,
-    Bound,
-    as_reading,
-    bound,
-    check_on_device,
-    header_of,
-    packed_of,
-    reads_gradient,
-    within_blocks,
-)
+from .functions import IDENTITY, Bound, as_reading, bound, header_of, packed_of, reads_gradient, within_blocks
+from .lists import Blocks, GivenLists, check_lists, launch_lists, read_lists
 from .mods import reading_of
 
-__all__ = [
-    *("AuxOutput", "AuxRequest", "attend", "attend_alone", "check_options"),
-    *("read_dense", "wanted"),
-]
+__all__ = ["Arguments", "AuxOutput", "AuxRequest", "attend", "attend_alone", "check_options", "wanted"]
 
 
 class AuxRequest(NamedTuple):
@@ -65,34 +52,42 @@ _TUNING = {
     *("USE_TMA", "WRITE_DQ", "FORCE_USE_FLEX_ATTENTION"),
 }
 _SCRATCH_STEP = 16
-_FURTHER = ("key", "value", "out", *[f"block_mask.{name}" for name in LISTS])
+_ARGUMENTS = ("query", "key", "value", "out", *[f"block_mask.{name}" for name in LISTS])
 
 
-def attend(*arguments: Any) -> Any:
-    """`flex_attention`, of its arguments in order: with a graph of autograd where a tensor needs one."""
-    results = attend_alone(*arguments)
+class Arguments(NamedTuple):
+    """The arguments of `flex_attention`."""
+
+    query: Any
+    key: Any
+    value: Any
+    score_mod: Any
+    block_mask: Any
+    scale: float | None
+    enable_gqa: bool
+    return_lse: bool
+    kernel_options: dict[str, Any] | None
+    return_aux: Any
+    deterministic: bool | None
+    out: Any
+
+
+def attend(arguments: Arguments) -> Any:
+    """`flex_attention`, with a graph of autograd where a tensor needs one."""
+    results = attend_alone(arguments)
     if results is not None:
         return results
     from .autograd import attention  # imports torch
 
-    return attention(*arguments)
+    return attention(arguments)
 
 
-def attend_alone(
-    query: Any,
-    key: Any,
-    value: Any,
-    score_mod: Any,
-    block_mask: Any,
-    scale: float | None,
-    enable_gqa: bool,
-    return_lse: bool,
-    kernel_options: dict[str, Any] | None,
-    return_aux: Any,
-    deterministic: bool | None,
-    out: Any,
-) -> Any:
+def attend_alone(arguments: Arguments) -> Any:
     """`flex_attention` without a graph; None where a tensor that the call reads needs one."""
+    (
+        query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options, return_aux,
+        deterministic, out,
+    ) = arguments  # fmt: skip
     return_lse = as_bool("return_lse", return_lse)
     enable_gqa = as_bool("enable_gqa", enable_gqa)
     if deterministic is not None:
@@ -102,46 +97,34 @@ def attend_alone(
     scale = None if scale is None else as_scale(scale)
     if needs_gradient(query, key, value, out):
         return None
-    q, k, v = [read_dense(x, name) for x, name in ((query, "query"), (key, "key"), (value, "value"))]
-    out_view = read_given(out, "out")
+    q, k, v = read_dense(query, "query"), read_dense(key, "key"), read_dense(value, "value")
     device, framework = q[4], q[5]
-    recalled = None if block_mask is None else recall_lists(block_mask, framework)
-    lists = recalled or lists_of(block_mask)
-    of_lists = None if lists is None else lists.kind
-    kind = (kind_of(q), kind_of(k), kind_of(v), kind_of(out_view), of_lists, enable_gqa)
-    latest_kind, checked = _checked.latest
-    if latest_kind != kind:  # layers repeat one kind, and comparing takes half the time of hashing
-        found = _checked.get(kind)
-        checked = found or _checked.keep(kind, check_arrays(q, k, v, out_view, lists, enable_gqa))
-        _checked.latest = kind, checked
-    further = [k, v, out_view]
-    if lists is not None and recalled is None:
-        further += lists.views
-        if checked.lists is not None and True not in checked.list_copies:
-            keep_lists(block_mask, lists, framework)
-    for name, view in zip(_FURTHER, further, strict=False):
-        if view is not None and view[5] is not framework:
-            check_on_device(name, view, device, framework)
+    out_view = read_given(out, "out")
+    views = (q, k, v, out_view)
+    lists = read_lists(block_mask)
+    kind = (enable_gqa, kinds_of(views), lists and lists.kind)
+    checked = _checked.get(kind) or _checked.keep(kind, _check(views, lists, enable_gqa))
+    if checked.mixes_frameworks:
+        check_streams(_ARGUMENTS, (*views, *(lists.views if lists else ())), device, framework)
 
-    score_read, mask_read = as_reading(score_mod, "score_mod", device), None
-    if checked.lists is not None:
-        mask_read = read_mask(block_mask, device)
-    if reads_gradient(score_read) or reads_gradient(mask_read):
+    blocks = checked.blocks
+    score_read = as_reading(score_mod, "score_mod", device)
+    mask_read = None if blocks is None else read_mask(block_mask, device)
+    if reads_gradient(score_read, mask_read):
         return None
-    if checked.cut is not None:
-        mask_read = reading_of(within_blocks(mask_read and mask_read.mod(), checked.cut.given))
+    if blocks is not None and blocks.recut is not None:
+        mask_read = reading_of(within_blocks(mask_read and mask_read.mod(), blocks.recut.given))
     if not checked.scores:
         score_read = None  # what it reads may be empty
     if scale is None:
-        scale = checked.default_scale
+        scale = checked.call.softmax_scale
     if score_read is None and scale <= 0:
         score_read = IDENTITY  # softmax looks for maxima of unscaled scores
     score = bound(score_read, "score_mod", device, framework)
     mask = bound(mask_read, "mask_mod", device, framework)
-    variants = score and score.form.variant, mask and mask.form.variant
-    call_key = (*variants, scale, wants_lse, wants_max)
-    prepared = checked.calls.get(call_key) or checked.calls.keep(
-        call_key, _prepare(checked, call_key, score, mask, q, out_view)
+    key_of_call = (score and score.form.frame, mask and mask.form.frame, scale, wants_lse, wants_max)
+    prepared = checked.calls.get(key_of_call) or checked.calls.keep(
+        key_of_call, _prepare(checked, views, score, mask, scale, wants_lse, wants_max)
     )
     made = prepared.allocate()
     scratch = made.pop()
@@ -151,25 +134,28 @@ def attend_alone(
     max_scores = made.pop(0) if wants_max else None
     if prepared.launch is not None:
         pointer = framework.pointer
-        results = (
-            pointer(out) if out_view is None else out_view[0],
-            0 if lse is None else pointer(lse),
-            0 if max_scores is None else pointer(max_scores),
+        address = 0 if scratch is None else pointer(scratch)
+        copies, of_inputs = addresses_of(views[:3], _ARGUMENTS, checked.copied)
+        list_copies, of_lists, mask_bytes = launch_lists(
+            blocks, lists, mask, address + prepared.lists_start, device, framework
         )
-        _launch(checked, prepared, (q, k, v), lists, results, scratch, score, mask)
+        prepared.launch(
+            framework.current_stream(device),
+            (
+                *of_inputs,
+                pointer(out) if out_view is None else out_view[0],
+                0 if lse is None else pointer(lse),
+            ),
+            address,
+            0 if max_scores is None else pointer(max_scores),
+            *of_lists,
+            packed_of(score),
+            mask_bytes,
+        )
+        del copies, list_copies  # until here
     if return_aux is not None:
         return out, AuxOutput(lse, max_scores)
     return (out, lse) if return_lse else out
-
-
-def read_dense(x: Any, name: str) -> Fields:
-    """The fields of query, key or value."""
-    if getattr(x, "is_nested", False):
-        raise NotImplementedError(
-            f"{name}: expected a dense tensor, got a nested one; give its parts as one request, with a mask "
-            "that keeps them apart"
-        )
-    return READERS[type(x)](x, name)
 
 
 def wanted(return_lse: bool, return_aux: Any) -> tuple[bool, bool]:
@@ -200,6 +186,21 @@ def check_options(options: dict[str, Any] | None) -> None:
             raise ValueError(f"kernel_options: expected names among {known}, got {name!r}")
 
 
+_Views = tuple[Fields, Fields, Fields, Fields | None]
+
+
+class _Checked(NamedTuple):
+    """What follows from the arrays of a call, which passed the checks."""
+
+    call: MhaForwardCall  # without functions, with the default scale
+    copied: tuple[bool | str, ...]
+    """How query, key and value are copied first, see `rawmla.flex.arrays.addresses_of`."""
+    blocks: Blocks | None
+    scores: bool
+    mixes_frameworks: bool
+    calls: Memo[_Prepared]
+
+
 class _Prepared(NamedTuple):
     """How to run one kind of call: an allocator for its results, and a prepared launch."""
 
@@ -207,152 +208,56 @@ class _Prepared(NamedTuple):
     """Makes out, unless it is given, lse and max_scores where they are wanted, and the scratch, or None."""
     launch: Callable[..., None] | None
     """Enqueues the kernel; None without queries."""
-    counter_bytes: int
+    lists_start: int
+    """Where in the scratch lists of other blocks begin."""
 
 
-_checked: Memo[FlexChecked] = Memo(shared=True)
+_checked: Memo[_Checked] = Memo(shared=True)
+
+
+def _check(views: _Views, lists: GivenLists | None, enable_gqa: bool) -> _Checked:
+    """Check the arrays of a call against each other."""
+    q, k, v, out = views
+    call, copied = check_arrays(q, k, v, out, enable_gqa)
+    tile = tile_in_blocks(call.d_qk, call.d_v)
+    blocks = check_lists(lists, call, q[5], (tile.rows, tile.keys), _SCRATCH_STEP)
+    mixed = mixes_frameworks((*views, *(lists.views if lists else ())), q[5])
+    return _Checked(call, copied, blocks, has_scores(call), mixed, Memo())
 
 
 def _prepare(
-    checked: FlexChecked,
-    key: tuple[Any, ...],
+    checked: _Checked,
+    views: _Views,
     score: Bound | None,
     mask: Bound | None,
-    q: Fields,
-    out: Fields | None,
+    scale: float,
+    wants_lse: bool,
+    wants_max: bool,
 ) -> _Prepared:
     """Load the kernels of a call and work out their parameters."""
-    *variants, scale, wants_lse, wants_max = key
-    _, _, _, dtype, device, framework, _ = q
-    b, h_q, seqlen_q = checked.b, checked.h_q, checked.seqlen_q
+    call, blocks = checked.call, checked.blocks
+    q, _, _, out = views
+    device, framework = q[4], q[5]
+    rows = (call.b, call.h_q, call.max_seqlen_q)
     results: list[NewArray] = []
     if out is None:
-        results.append(((b, h_q, seqlen_q, checked.d_v), dtype, fresh_out_strides(q, checked.d_v)))
-    results += [((b, h_q, seqlen_q), "float32")] * (wants_lse + wants_max)
-    if not b or not seqlen_q:
+        results.append(((*rows, call.d_v), call.dtype, fresh_out_strides(q, call.d_v)))
+    results += [(rows, "float32")] * (wants_lse + wants_max)
+    if not call.b or not call.max_seqlen_q:
         return _Prepared(framework.allocator(results, 0, device), None, 0)
-    capturing = framework.capture_query(device)
-    lists = checked.lists
-    states: tuple[int, int, int, int] | None = None
-    if checked.cut is not None:
-        lists = _lists_in_scratch(checked.cut.walked)
-        given = checked.cut.given
-        states = (given.rows, given.columns, given.block_q, given.block_k)
-        for spec in (mask_kernels.LISTS_SPEC, mask_kernels.SCATTER_SPEC):
-            jit.get_kernel(spec, device, capturing=capturing)
-    q_strides, k_strides, v_strides, out_strides = checked.strides
+    recut = blocks and blocks.recut
+    mods = Mods(
+        header=header_of(score and score.form.frame.mod, mask and mask.form.frame.mod),
+        has_score_mod=score is not None,
+        score_mod_bytes=len(packed_of(score)),
+        mask_mod_bytes=len(packed_of(mask)),
+        lists=blocks and blocks.load(device, framework),
+        states=recut and (recut.given.rows, recut.given.columns, recut.given.block_q, recut.given.block_k),
+        max_scores=wants_max,
+    )
     prepared = mha_forward.PreparedMhaForward(
-        MhaForwardCall(
-            device=device,
-            dtype=dtype,
-            b=b,
-            k_batches=checked.k_batches,
-            h_q=h_q,
-            h_kv=checked.h_kv,
-            d_qk=checked.d_qk,
-            d_v=checked.d_v,
-            varlen=False,
-            max_seqlen_q=seqlen_q,
-            max_seqlen_k=checked.seqlen_k,
-            total_q=seqlen_q,
-            total_k=checked.seqlen_k,
-            q_strides=q_strides,
-            k_strides=k_strides,
-            v_strides=v_strides,
-            out_strides=out_strides,
-            lse_strides=(h_q * seqlen_q, seqlen_q),
-            softmax_scale=scale,
-            mods=Mods(
-                header=header_of(*[variant and variant.mod for variant in variants]),
-                has_score_mod=score is not None,
-                score_mod_bytes=len(packed_of(score)),
-                mask_mod_bytes=len(packed_of(mask)),
-                lists=lists,
-                states=states,
-                max_scores=wants_max,
-            ),
-        ),
-        capturing,
+        call._replace(softmax_scale=scale, mods=mods), framework.capture_query(device)
     )
-    scratch_bytes = prepared.scratch_bytes
-    if checked.cut is not None:
-        scratch_bytes = _Scratch(0, prepared.scratch_bytes, checked.cut).end
-    return _Prepared(
-        framework.allocator(results, scratch_bytes, device), prepared.launch, prepared.scratch_bytes
-    )
-
-
-def _lists_in_scratch(grid: Grid) -> BlockLists:
-    """The layout of the lists that the kernels of a call write to its scratch."""
-    rows, columns = grid.rows, grid.columns
-    counts = (grid.heads * rows, rows, 1)
-    lists = (grid.heads * rows * columns, rows * columns, columns)
-    return BlockLists(
-        (counts, counts),
-        (lists, lists),
-        (columns, columns),
-        grid.batches,
-        grid.heads,
-        grid.block_q,
-        grid.block_k,
-    )
-
-
-class _Scratch:
-    """Addresses in the scratch of a call whose lists are brought to other blocks."""
-
-    def __init__(self, address: int, counter_bytes: int, cut: Recut) -> None:
-        lines = 4 * cut.walked.batches * cut.walked.heads * cut.walked.rows
-        sizes = (counter_bytes, cut.given.blocks, lines, 4 * cut.walked.blocks, lines, 4 * cut.walked.blocks)
-        places = [address]
-        for size in sizes:
-            places.append(places[-1] + -(-size // _SCRATCH_STEP) * _SCRATCH_STEP)
-        self.counter, self.states, *lists, self.end = places
-        self.lists = ListAddresses(*lists)
-
-
-def _launch(
-    checked: FlexChecked,
-    prepared: _Prepared,
-    views: tuple[Fields, Fields, Fields],
-    lists: GivenLists | None,
-    results: tuple[int, int, int],
-    scratch: Any,
-    score: Bound | None,
-    mask: Bound | None,
-) -> None:
-    """Enqueue the copies and kernels of a call."""
-    _, _, _, dtype, device, framework, _ = views[0]
-    stream = framework.current_stream(device)
-    alive = []
-    addresses = [view[0] for view in views]
-    if True in checked.copied:
-        for i, name in enumerate(("query", "key", "value")):
-            if checked.copied[i]:
-                other = None if views[i][3] == dtype else dtype
-                alive.append(views[i][5].aligned_copy(views[i][6], name, other))
-                addresses[i] = views[i][5].pointer(alive[-1])
-    of_lists = [0, 0, 0, 0, 0]
-    if checked.lists is not None and lists is not None:
-        of_lists = [*lists.addresses(), 0]
-        if True in checked.list_copies:
-            for i, given in enumerate(lists.views):
-                if given is not None and checked.list_copies[i]:
-                    alive.append(given[5].aligned_copy(given[6], LISTS[i], "int32"))
-                    of_lists[i] = given[5].pointer(alive[-1])
-    scratch_ptr = 0 if scratch is None else framework.pointer(scratch)
-    if checked.cut is not None and checked.lists is not None and mask is not None:
-        by_caller, by_kernel = checked.cut
-        places = _Scratch(scratch_ptr, prepared.counter_bytes, checked.cut)
-        where: Any = {"device": device, "stream": stream, "capturing": framework.capture_query(device)}
-        jit.clear(places.states, -(-by_caller.blocks // 4) * 4, stream, device)
-        mask_kernels.scatter(by_caller, checked.lists, of_lists[:4], places.states, **where)
-        blocks = (by_caller.block_q, by_caller.block_k)
-        mask_kernels.lists(by_kernel, places.states, places.lists, state_blocks=blocks, **where)
-        of_lists = [*places.lists, places.states]
-        mask = mask.with_last_address(places.states)
-    assert prepared.launch is not None
-    out, lse, max_scores = results
-    arrays = (*addresses, out, lse)  # in the order of MhaForwardAddresses
-    # In the order of ModAddresses, and the parameters of the functions.
-    prepared.launch(stream, arrays, scratch_ptr, max_scores, *of_lists, packed_of(score), packed_of(mask))
+    lists_start = ceil_div(prepared.scratch_bytes, _SCRATCH_STEP) * _SCRATCH_STEP
+    scratch_bytes = lists_start if recut is None else recut.places(lists_start)[-1]
+    return _Prepared(framework.allocator(results, scratch_bytes, device), prepared.launch, lists_start)

@@ -40,33 +40,20 @@ IDENTITY = reading_of(Mod("return score;", (), (), NO_FUNCTION))
 def as_reading(function: Any, kind: Kind, device: int, backward: bool = False) -> Reading | None:
     """Read a function that a user gave, tracing one of Python. None is None, and a `Reading` stays as it is.
     With `backward`, a score function has gradients.
-
-    Raises
-    ------
-    TypeError
-        It is none of the kinds.
-    MissingDependencyError
-        It is a Python function, and torch, which traces it, is not installed.
-    NotImplementedError, ValueError
-        As `rawmla.flex.trace.trace`, and `CudaMod.mod`.
     """
-    if function is None:
-        return None
+    if function is None or isinstance(function, Reading):
+        return function
     with_gradients = backward and kind == "score_mod"
-    if isinstance(function, Reading):
-        reading = function
-    elif isinstance(function, TracedMod):
+    if isinstance(function, TracedMod):
         if function.kind != kind:
             raise TypeError(f"{kind}: expected a function of this kind, got a TracedMod of a {function.kind}")
-        reading = function.reading(with_gradients)
-    elif isinstance(function, (CudaMod, str)):
+        return function.reading(with_gradients)
+    if isinstance(function, (CudaMod, str)):
         given = CudaMod(function) if isinstance(function, str) else function
-        reading = reading_of(given.mod(with_gradients))
-    elif callable(function):
-        reading = _tracer(kind, device, with_gradients)(function)
-    else:
-        raise TypeError(f"{kind}: expected a function, a CudaMod or CUDA text, got {show(function)}")
-    return reading
+        return reading_of(given.mod(with_gradients))
+    if callable(function):
+        return _tracer(kind, device, with_gradients)(function)
+    raise TypeError(f"{kind}: expected a function, a CudaMod or CUDA text, got {show(function)}")
 
 
 @lru_cache(maxsize=256)
@@ -103,9 +90,10 @@ def traced(function: Any, kind: Kind, device: int) -> TracedMod:
     return TracedMod(kind, reading, names_of(function, reading.arrays), gradients)
 
 
-def reads_gradient(reading: Reading | None) -> bool:
-    """Whether torch makes a graph of a call that reads this function."""
-    return reading is not None and needs_gradient(*reading.arrays, *reading.sources)
+def reads_gradient(*readings: Reading | None) -> bool:
+    """Whether torch makes a graph of a call that reads these functions."""
+    read = [x for reading in readings if reading is not None for x in (*reading.arrays, *reading.sources)]
+    return bool(read) and needs_gradient(*read)
 
 
 def check_numbers(reading: Reading, kind: Kind) -> None:
@@ -135,22 +123,11 @@ class Bound(NamedTuple):
     numbers: list[int | float]
     packed: bytes
 
-    def with_last_address(self, address: int) -> Bound:
-        """The same with another address of the last array."""
-        addresses = [*self.addresses[:-1], address]
-        packed = self.form.pack(addresses, self.numbers)
-        return Bound(self.form, addresses, self.numbers, packed)
-
 
 def bound(reading: Reading | None, kind: Kind, device: int, framework: Framework) -> Bound | None:
     """Bind a function to the addresses of its arrays and the values of its numbers, as they are in this call;
     None is None. A function with gradients reads its arrays without a graph, since their gradients are
     results.
-
-    Raises
-    ------
-    TypeError, ValueError
-        An array cannot be read, is on another device, or has a size that no kernel takes.
     """
     if reading is None:
         return None

@@ -14,20 +14,20 @@ import functools
 import math
 import operator
 import types
-from collections.abc import Callable, Collection, Sequence
-from itertools import count, repeat
+from collections.abc import Callable, Collection
+from itertools import repeat
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 
+from ..call.memo import Memo
 from .code import Chain, CodeNames, names_in
 from .mods import Frame, Reading, reading_of
 from .trace import trace
 
 __all__ = ["read"]
 
-MAX_TRACES = 256
 MAX_COMPARED = 10_000
 """Objects of a function that are compared at most: more of them take milliseconds, as a trace does."""
 
@@ -36,34 +36,18 @@ class _Unknown(Exception):
     """A function reads an object that cannot be compared."""
 
 
-class _Kept:
-    """A trace without the caller's tensors: it has their places among those that the function reads.
+class _Kept(NamedTuple):
+    """A trace without the caller's tensors: it has their places among those that the function reads."""
 
-    Attributes
-    ----------
-    fixed : tuple or None
-        The values of the numbers; None where a tensor has one.
-    """
-
-    __slots__ = ("captures", "fixed", "frame", "numbers", "used")
-
-    def __init__(self, frame: Frame, captures: list[int], numbers: list[_Number]) -> None:
-        self.frame = frame
-        self.captures = captures
-        self.numbers = numbers
-        self.fixed = tuple([x.value for x in numbers]) if all(x.place is None for x in numbers) else None
-        self.used = next(_clock)
+    frame: Frame
+    captures: list[int]
+    numbers: list[tuple[Any, int | None]]
+    """Values, or the places of the tensors that have them."""
+    fixed: list[Any] | None
+    """The values of the numbers; None where a tensor has one."""
 
 
-class _Number(NamedTuple):
-    """A number of a trace: the value that it has there, or the place of the tensor that has it."""
-
-    value: Any
-    place: int | None
-
-
-_kept: dict[Any, _Kept] = {}
-_clock = count()
+_kept: Memo[_Kept] = Memo()
 
 
 def read(
@@ -86,11 +70,10 @@ def read(
         reading = reading_of(trace(function, kind, device, backward))
         _keep(key, reading, tensors)
         return reading
-    found.used = next(_clock)
-    sources: Sequence[Any] | None = found.fixed
+    frame, captures, numbers, sources = found
     if sources is None:
-        sources = [value if place is None else tensors[place] for value, place in found.numbers]
-    return Reading(found.frame, [tensors[place] for place in found.captures], sources)
+        sources = [value if place is None else tensors[place] for value, place in numbers]
+    return Reading(frame, [tensors[place] for place in captures], sources)
 
 
 def _keep(key: Any, reading: Reading, tensors: list[torch.Tensor]) -> None:
@@ -99,37 +82,25 @@ def _keep(key: Any, reading: Reading, tensors: list[torch.Tensor]) -> None:
     captures = [places[id(array)] for array in reading.arrays if id(array) in places]
     if len(captures) < len(reading.arrays):
         return
-    numbers = []
+    numbers: list[tuple[Any, int | None]] = []
     for source in reading.sources:
         place = places.get(id(source))
         if place is None and isinstance(source, torch.Tensor):  # made by the trace, of a number
             source = source.item()
-        numbers.append(_Number(source if place is None else None, place))
-    _kept[key] = _Kept(reading.frame, captures, numbers)
-    if len(_kept) > MAX_TRACES:  # a copy: another thread may add one
-        oldest, _ = min(_kept.copy().items(), key=lambda item: item[1].used)
-        _kept.pop(oldest, None)
+        numbers.append((source if place is None else None, place))
+    is_fixed = all(place is None for _, place in numbers)
+    _kept.keep(key, _Kept(reading.frame, captures, numbers, [x for x, _ in numbers] if is_fixed else None))
 
 
 class _Look:
-    """One look at what a function reads.
-
-    Attributes
-    ----------
-    tensors : list
-        Those that it found.
-    around : list
-        The functions that are being described, one inside of the other.
-    left : int
-        Objects that it may still compare.
-    """
+    """One look at what a function reads."""
 
     __slots__ = ("around", "left", "tensors")
 
     def __init__(self) -> None:
-        self.tensors: list[torch.Tensor] = []
-        self.around: list[types.FunctionType] = []
-        self.left = MAX_COMPARED
+        self.tensors: list[torch.Tensor] = []  # found so far
+        self.around: list[types.FunctionType] = []  # being described, one inside of the other
+        self.left = MAX_COMPARED  # objects that may still be compared
 
 
 def _described(x: Any, look: _Look) -> Any:
@@ -175,7 +146,7 @@ _OF_BUILTINS = vars(builtins)
 
 
 def _described_variable(x: Any, chains: tuple[Chain, ...], look: _Look) -> Any:
-    """A variable with the chains that it is read with. Of a module that is what is read of it."""
+    """A variable; a module is described by what its chains read."""
     return _described_module(x, chains, look) if type(x) is types.ModuleType else _BY_CLASS[type(x)](x, look)
 
 
@@ -220,10 +191,6 @@ def _described_tensor(x: torch.Tensor, look: _Look) -> Any:
     return described
 
 
-def _described_value(x: Any, look: _Look) -> Any:
-    return (x.__class__, x)
-
-
 def _described_float(x: float, look: _Look) -> Any:
     return (x.__class__, x if x and x == x else repr(x))  # zeros have signs, and no NaN is equal to itself
 
@@ -234,10 +201,6 @@ def _described_sequence(x: Any, look: _Look) -> Any:
 
 def _described_names(x: dict[str, Any], look: _Look) -> Any:
     return (tuple(x), _described_all(x.values(), look))
-
-
-def _described_dict(x: dict[Any, Any], look: _Look) -> Any:
-    return ("dict", _described_all(x, look), _described_all(x.values(), look))
 
 
 def _described_partial(x: Any, look: _Look) -> Any:
@@ -279,7 +242,7 @@ class _Describers(dict[type, _Describer]):
         return _refused  # a user's dict or a defaultdict, say, has more than its contents
 
 
-_OF_NAMED_TUPLES = vars(_Number).keys()
+_OF_NAMED_TUPLES = vars(_Kept).keys()
 """The members of any NamedTuple, beside its fields, that has none of its own."""
 
 
@@ -288,9 +251,11 @@ _BY_CLASS = _Describers(
         types.FunctionType: _described_function,
         **dict.fromkeys((torch.Tensor, torch.nn.Parameter), _described_tensor),
         float: _described_float,
-        **dict.fromkeys((int, bool, str, bytes, type(None), torch.dtype, torch.device), _described_value),
+        **dict.fromkeys(
+            (int, bool, str, bytes, type(None), torch.dtype, torch.device), lambda x, look: (x.__class__, x)
+        ),
         **dict.fromkeys((tuple, list), _described_sequence),
-        dict: _described_dict,
+        dict: lambda x, look: ("dict", _described_all(x, look), _described_all(x.values(), look)),
         functools.partial: _described_partial,
         **dict.fromkeys((type, types.BuiltinFunctionType, np.ufunc), _described_trusted),
         torch._ops.OpOverloadPacket: _described_operator,

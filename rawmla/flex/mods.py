@@ -17,7 +17,7 @@ from ..call.memo import Memo
 
 __all__ = [
     *("ELEMENTS", "NO_FUNCTION", "Backward", "Capture", "CudaMod", "Form", "Frame", "Mod"),
-    *("Number", "Place", "Reading", "Site", "TracedMod", "Variant", "reading_of"),
+    *("Number", "Place", "Reading", "Site", "TracedMod", "reading_of"),
 ]
 
 Kind = Literal["score_mod", "mask_mod"]
@@ -168,14 +168,7 @@ class CudaMod:
                 raise ValueError(f"capture_grads: expected names of arrays in captures, got {name!r}")
 
     def mod(self, backward: bool = False) -> Mod:
-        """The function as a kernel has it; with `backward`, one that computes gradients.
-
-        Raises
-        ------
-        TypeError, ValueError
-            A capture has a dtype that kernels do not read. With `backward`: there is no grad, or none of a
-            tensor that requires it, or one of an array of integers.
-        """
+        """The function as a kernel has it; with `backward`, one that computes gradients."""
         lines: list[str] = []
         captures: list[Capture] = []
         numbers: list[Number] = []
@@ -207,41 +200,38 @@ class CudaMod:
             raise ValueError(
                 "score_mod: expected a CudaMod with grad, since gradients are needed, got one without"
             )
+        gradients: list[int] = []
+        sites: list[Site] = []
+        calls: list[str] = []
         for name, place in places.items():
-            if getattr(captures[place].array, "requires_grad", False) and name not in self.capture_grads:
+            capture, pairs = captures[place], self.capture_grads.get(name)
+            if pairs is None and getattr(capture.array, "requires_grad", False):
                 raise ValueError(
                     f"score_mod: expected a CudaMod with capture_grads for {name}, which requires grad, "
                     "got one without"
                 )
-        wanted = {}
-        for name, pairs in self.capture_grads.items():
-            if "float" not in captures[places[name]].dtype:
+            if pairs is not None and "float" not in capture.dtype:
                 raise ValueError(
-                    f"capture_grads: expected {name} to be of a floating-point dtype, got "
-                    f"{captures[places[name]].dtype}"
+                    f"capture_grads: expected {name} to be of a floating-point dtype, got {capture.dtype}"
                 )
-            if getattr(captures[places[name]].array, "requires_grad", True):
-                wanted[places[name]] = pairs
-        gradients = tuple(sorted(wanted))
-        sites: list[Site] = []
-        calls: list[str] = []
-        for gradient, place in enumerate(gradients):
-            for indices, value in wanted[place]:
+            if pairs is None or not getattr(capture.array, "requires_grad", True):
+                continue
+            for indices, value in pairs:
                 words = set(_IDENTIFIER.findall(indices))
                 by = [bool(words & {argument, "score"}) for argument in ("q_idx", "kv_idx")]
                 calls.append(
                     f"gradient_sink.template add<{len(sites)}>(mod.t{place}.place(\n{indices}\n), "
                     f"static_cast<float>(\n{value}\n));"
                 )
-                sites.append(Site(gradient, *by))
+                sites.append(Site(len(gradients), *by))
+            gradients.append(place)
         arguments = "score, b, h, q_idx, kv_idx, q_len, kv_len"
+        head = f"return {{mod({arguments}), [&]() -> float {{"
         return Backward(
-            "\n".join(
-                [f"return {{mod({arguments}), [&]() -> float {{", *names, _with_return(self.grad), "}()};"]
-            ),
+            "\n".join([head, *names, _with_return(self.grad), "}()};"]),
             self.grad.strip() == "grad",
             "\n".join([*(names if calls else []), *calls]),
-            gradients,
+            tuple(gradients),
             tuple(sites),
         )
 
@@ -253,21 +243,17 @@ def _with_return(code: str) -> str:
 
 def _pairs(name: Any, given: Any) -> tuple[tuple[str, str], ...]:
     """Pairs of indices and values."""
-    pairs = given
-    if isinstance(given, (tuple, list)) and len(given) == 2 and all(isinstance(x, str) for x in given):
-        pairs = (given,)
-    if not isinstance(pairs, (tuple, list)) or not all(
-        isinstance(pair, (tuple, list)) and len(pair) == 2 and all(isinstance(x, str) for x in pair)
-        for pair in pairs
-    ):
+
+    def is_pair(x: Any) -> bool:
+        return isinstance(x, (tuple, list)) and len(x) == 2 and all(isinstance(one, str) for one in x)
+
+    pairs = (given,) if is_pair(given) else given
+    if not isinstance(pairs, (tuple, list)) or not all(map(is_pair, pairs)):
         raise TypeError(f"capture_grads: expected {name} to have indices and a value, got {given!r}")
     for _, value in pairs:
         if not value.strip():
             raise ValueError(f"capture_grads: expected {name} to have a value, got {value!r}")
     return tuple((indices, value) for indices, value in pairs)
-
-
-# ---- what a variant of the kernel is made of
 
 
 class Place(NamedTuple):
@@ -285,9 +271,6 @@ class Place(NamedTuple):
         return "kSmallRows" if steps and (self.shape[-1] <= 1 or self.strides[-1] == 1) else "kSmall"
 
 
-# ---- what calls of one function share
-
-
 NO_BYTES = bytes(8)
 """The bytes of a ScoreMod or MaskMod without a function."""
 
@@ -302,19 +285,16 @@ class Reading(NamedTuple):
     def mod(self) -> Mod:
         """The function with its arrays and numbers in their places."""
         text, captures, numbers, backward = self.frame.mod
-        return Mod(
-            text,
-            tuple([x._replace(array=array) for x, array in zip(captures, self.arrays, strict=True)]),
-            tuple([x._replace(source=source) for x, source in zip(numbers, self.sources, strict=True)]),
-            backward,
-        )
+        filled = [x._replace(array=array) for x, array in zip(captures, self.arrays, strict=True)]
+        with_sources = [Number(y, x.is_integer) for x, y in zip(numbers, self.sources, strict=True)]
+        return Mod(text, tuple(filled), tuple(with_sources), backward)
 
 
 def reading_of(mod: Mod) -> Reading:
     """Take a function apart that was just traced or written."""
     text, captures, numbers, backward = mod
-    without = tuple([x._replace(array=None, layout="kAny") for x in captures])
-    frame = _frame(Mod(text, without, tuple([x._replace(source=0) for x in numbers]), backward))
+    without = tuple([Capture(None, x.dtype, x.rank, name=x.name) for x in captures])
+    frame = _frame(Mod(text, without, tuple([Number(0, x.is_integer) for x in numbers]), backward))
     return Reading(frame, [x.array for x in captures], [x.source for x in numbers])
 
 
@@ -360,13 +340,7 @@ class TracedMod:
         self._required_grad = [x.requires_grad for x in reading.arrays]
 
     def reading(self, backward: bool = False) -> Reading:
-        """What a call takes of the function; with `backward`, with its gradients.
-
-        Raises
-        ------
-        NotImplementedError, ValueError
-            With `backward`: the function has no gradients, or a tensor requires grad now that did not.
-        """
+        """What a call takes of the function; with `backward`, with its gradients, or an error."""
         if not backward:
             return self._reading
         if isinstance(self._gradients, Exception):
@@ -385,31 +359,18 @@ class TracedMod:
 
 class Frame:
     """A function without the arrays and numbers that it reads. Functions with equal text share one, so a new
-    trace finds the forms of an older one.
-
-    Attributes
-    ----------
-    mod : Mod
-        Its arrays are None, and its numbers 0.
-    forms : Memo of Form
-        By shape, strides and dtype of one capture after the other.
+    trace finds the forms of an older one. It is compared by identity where it is part of a key, because
+    hashing the text is slow.
     """
 
     def __init__(self, mod: Mod) -> None:
-        self.mod = mod
-        self.forms: Memo[Form] = Memo()
-        self._variants: dict[tuple[Layout, ...], Variant] = {}
+        self.mod = mod  # its arrays are None, and its numbers 0
+        self.forms: Memo[Form] = Memo()  # by shape, strides and dtype of one capture after the other
 
     def make_form(self, kinds: tuple[Any, ...]) -> Form:
         """Make and keep the form for arrays of these shapes, strides and dtypes."""
         places = [Place(0, *one) for one in zip(kinds[::3], kinds[1::3], strict=True)]
-        layouts = tuple([place.layout() for place in places])
-        variant = self._variants.get(layouts)
-        if variant is None:  # setdefault: two threads that come here together get the same one
-            captures = [x._replace(layout=y) for x, y in zip(self.mod.captures, layouts, strict=True)]
-            made = Variant(self.mod._replace(captures=tuple(captures)))
-            variant = self._variants.setdefault(layouts, made)
-        return self.forms.keep(kinds, Form(variant, places))
+        return self.forms.keep(kinds, Form(self.mod, places))
 
 
 @lru_cache(maxsize=1024)
@@ -417,31 +378,16 @@ def _frame(mod: Mod) -> Frame:
     return Frame(mod)
 
 
-class Variant:
-    """A function with the layouts of its arrays, on which the text of a kernel depends. It is compared by
-    identity where it is part of a key, because hashing the text is slow.
-    """
-
-    __slots__ = ("mod",)
-
-    def __init__(self, mod: Mod) -> None:
-        self.mod = mod
-
-
 class Form:
     """Packs the bytes of a ScoreMod or MaskMod from addresses and numbers, for captures of known shapes and
-    strides.
-
-    Attributes
-    ----------
-    variant : Variant
+    strides. Its `frame` has the layouts of its arrays, on which the text of a kernel depends.
     """
 
-    __slots__ = ("_lengths", "_pack", "variant")
+    __slots__ = ("_lengths", "_pack", "frame")
 
-    def __init__(self, variant: Variant, places: Sequence[Place]) -> None:
-        self.variant = variant
-        _, captures, numbers, backward = variant.mod
+    def __init__(self, mod: Mod, places: Sequence[Place]) -> None:
+        captures = [x._replace(layout=place.layout()) for x, place in zip(mod.captures, places, strict=True)]
+        self.frame = _frame(mod._replace(captures=tuple(captures)))
         code = "<"
         lengths = []
         for capture, place in zip(captures, places, strict=True):
@@ -450,11 +396,11 @@ class Form:
             packed = struct.pack(f"<{count}q{count}i", *strides, *sizes)
             lengths.append(packed + bytes(-len(packed) % 8))
             code += f"Q{len(lengths[-1])}s"
-        for number in numbers:
+        for number in mod.numbers:
             code += _padding(code) + "q" if number.is_integer else "f"
         code += _padding(code)
-        if backward is not None:
-            code += f"{8 * max(1, len(backward.gradients))}x"
+        if mod.backward is not None:
+            code += f"{8 * max(1, len(mod.backward.gradients))}x"
         self._lengths = lengths
         self._pack = struct.Struct(code if struct.calcsize(code) else "8x").pack
 
@@ -473,7 +419,7 @@ class Form:
     def _fitted(self, numbers: Sequence[int | float]) -> list[int | float]:
         """The numbers, infinite where they are too large for a float."""
         fitted = []
-        for value, number in zip(numbers, self.variant.mod.numbers, strict=True):
+        for value, number in zip(numbers, self.frame.mod.numbers, strict=True):
             if number.is_integer and not -(2**63) <= value < 2**63:
                 raise ValueError(f"a score or mask function: expected integers of 64 bits, got {value}")
             fitted.append(value if number.is_integer else ctypes.c_float(value).value)

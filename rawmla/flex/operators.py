@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -47,6 +47,13 @@ class Value(NamedTuple):
     shape: tuple[int, ...]
     items: tuple[str, ...]
 
+    def at(self, place: Sequence[int]) -> str:
+        """The number at these indices."""
+        position = 0
+        for extent, index in zip(self.shape, place, strict=True):
+            position = position * extent + index
+        return self.items[position]
+
 
 class View(NamedTuple):
     """Part of a captured array, not read yet: of each of its dimensions an index, or what a slice leaves.
@@ -62,6 +69,14 @@ class View(NamedTuple):
     def shape(self) -> tuple[int, ...]:
         return tuple(len(dim) for dim in self.dims if isinstance(dim, range))
 
+    def with_dim(self, dim: int, change: Callable[[range], str | range]) -> View:
+        """The view with another of its own dimensions."""
+        places = [place for place, one in enumerate(self.dims) if isinstance(one, range)]
+        place = places[dim % len(places)]
+        whole = self.dims[place]
+        assert isinstance(whole, range)
+        return self._replace(dims=(*self.dims[:place], change(whole), *self.dims[place + 1 :]))
+
 
 def elements(view: View) -> list[tuple[str, ...]]:
     """The indices of each element, in the order of a contiguous array."""
@@ -70,22 +85,14 @@ def elements(view: View) -> list[tuple[str, ...]]:
 
 
 class Writer:
-    """Collects the statements of a function, and the numbers that it closes over.
-
-    Attributes
-    ----------
-    lines : list of str
-        Statements.
-    numbers : list
-        Python numbers, and 0-d tensors of the CPU; the text has ``mod.n<i>`` for them.
-    of_gradients : bool
-        What follows belongs to gradients: 0 stands in the text, since it is no number of a user's.
-    """
+    """Collects the statements of a function, and the numbers that it closes over."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
         self.numbers: list[Any] = []
+        """Python numbers, and 0-d tensors of the CPU; the text has ``mod.n<i>`` for them."""
         self.of_gradients = False
+        """What follows belongs to gradients: 0 stands in the text, since it is no number of a user's."""
         self._names: dict[tuple[str, str], str] = {}
 
     def let(self, c_type: str, text: str) -> str:
@@ -164,13 +171,12 @@ class Writer:
                 f"has a vector of shape {list(shape)} in between, more than {MAX_ELEMENTS} elements"
             )
         own = (1,) * (len(shape) - len(value.shape)) + value.shape
-        items = []
-        for place in itertools.product(*map(range, shape)):
-            position = 0
-            for extent, index in zip(own, place, strict=True):
-                position = position * extent + (index if extent > 1 else 0)
-            items.append(value.items[position])
-        return Value(value.dtype, shape, tuple(items))
+        repeated = [extent == 1 for extent in own]
+        return _take(
+            value._replace(shape=own),
+            shape,
+            lambda place: [0 if one else index for index, one in zip(place, repeated, strict=True)],
+        )
 
     def elementwise(
         self,
@@ -196,6 +202,16 @@ class Writer:
     def cast_all(self, arguments: Sequence[Any], dtype: torch.dtype) -> list[Value]:
         """Arguments as values of a dtype."""
         return [self.cast(self.value(x), dtype) for x in arguments]
+
+
+def _places(shape: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """The indices of all elements, in the order of a contiguous array."""
+    return itertools.product(*map(range, shape))
+
+
+def _take(value: Value, shape: tuple[int, ...], source: Callable[[tuple[int, ...]], Sequence[int]]) -> Value:
+    """Some elements of a value; `source` says where an element of the result comes from."""
+    return Value(value.dtype, shape, tuple(value.at(source(place)) for place in _places(shape)))
 
 
 Operator = Callable[..., Any]
@@ -224,17 +240,11 @@ def _call(name: str) -> Callable[..., str]:
 
 
 def _in_result_dtype(name: str) -> Operator:
-    def operator(writer: Writer, meta: Any, *arguments: Any) -> Value:
-        return writer.arithmetic(meta.dtype, arguments, _call(name))
-
-    return operator
+    return lambda writer, meta, *arguments: writer.arithmetic(meta.dtype, arguments, _call(name))
 
 
 def _in_float(name: str) -> Operator:
-    def operator(writer: Writer, meta: Any, *arguments: Any) -> Value:
-        return writer.elementwise(torch.float32, arguments, _call(name))
-
-    return operator
+    return lambda writer, meta, *arguments: writer.elementwise(torch.float32, arguments, _call(name))
 
 
 def _promoted(writer: Writer, arguments: Sequence[Any]) -> torch.dtype:
@@ -264,32 +274,16 @@ def _bitwise(sign: str) -> Operator:
 
 
 def _logical(text: Callable[..., str]) -> Operator:
-    def operator(writer: Writer, meta: Any, *arguments: Any) -> Value:
-        return writer.elementwise(torch.bool, arguments, text)
-
-    return operator
+    return lambda writer, meta, *arguments: writer.elementwise(torch.bool, arguments, text)
 
 
 def _predicate(text: Callable[[str], str]) -> Operator:
-    """Of floating-point numbers; integers are finite."""
-
-    def operator(writer: Writer, meta: Any, x: Any) -> Value:
-        return writer.elementwise(torch.float32, (x,), text, torch.bool)
-
-    return operator
+    """A test of floating-point numbers; integers are finite."""
+    return lambda writer, meta, x: writer.elementwise(torch.float32, (x,), text, torch.bool)
 
 
 for _name in (
-    "mul",
-    "neg",
-    "abs",
-    "floor_divide",
-    "remainder",
-    "fmod",
-    "maximum",
-    "minimum",
-    "sign",
-    "square",
+    *("mul", "neg", "abs", "floor_divide", "remainder", "fmod", "maximum", "minimum", "sign", "square"),
 ):
     OPERATORS[_name] = _in_result_dtype(f"torch_{_name}")
 OPERATORS["sgn"] = OPERATORS["sign"]
@@ -316,8 +310,10 @@ OPERATORS["isposinf"] = _predicate(lambda x: f"{x} == kInfinity")
 
 
 def _rounding(name: str) -> Operator:
-    def operator(writer: Writer, meta: Any, x: Any) -> Value:
+    def operator(writer: Writer, meta: Any, x: Any, *, decimals: int = 0) -> Value:
         value = writer.value(x)
+        if decimals:
+            raise Refused("round with decimals")
         if not value.dtype.is_floating_point:
             return value
         return writer.elementwise(torch.float32, (value,), _call(name))
@@ -327,16 +323,7 @@ def _rounding(name: str) -> Operator:
 
 for _name in ("floor", "ceil", "trunc"):
     OPERATORS[_name] = _rounding(f"{_name}f")
-
-
-@_operator("round")
-def _round(writer: Writer, meta: Any, x: Any, *, decimals: int = 0) -> Value:
-    value = writer.value(x)
-    if decimals:
-        raise Refused("round with decimals")
-    if not value.dtype.is_floating_point:
-        return value
-    return writer.elementwise(torch.float32, (value,), _call("rintf"))  # to even, as torch
+OPERATORS["round"] = _rounding("rintf")  # to even, as torch
 
 
 def _sum_of(writer: Writer, meta: Any, a: Any, b: Any, alpha: Any, name: str) -> Value:
@@ -389,13 +376,8 @@ def _bitwise_not(writer: Writer, meta: Any, x: Any) -> Value:
     return writer.arithmetic(meta.dtype, (x,), lambda item: f"~{item}")
 
 
-for _name, _function in (
-    ("bitwise_left_shift", "torch_left_shift"),
-    ("__lshift__", "torch_left_shift"),
-    ("bitwise_right_shift", "torch_right_shift"),
-    ("__rshift__", "torch_right_shift"),
-):
-    OPERATORS[_name] = _in_result_dtype(_function)
+for _name, _side in (("__lshift__", "left"), ("__rshift__", "right")):
+    OPERATORS[_name] = OPERATORS[f"bitwise_{_side}_shift"] = _in_result_dtype(f"torch_{_side}_shift")
 
 
 @_operator("clamp", "clip", "clamp_min")
@@ -514,11 +496,8 @@ OPERATORS["new_full"] = lambda writer, meta, x, size, number, **_: _filled(write
 
 
 def _constant(text: str) -> Operator:
-    def operator(writer: Writer, meta: Any, *_: Any, **__: Any) -> Value:
-        value = writer.cast(Value(torch.int32, (), (text,)), meta.dtype)
-        return writer.broadcast(value, tuple(meta.shape))
-
-    return operator
+    value = Value(torch.int32, (), (text,))
+    return lambda writer, meta, *_, **__: _filled(writer, meta, value)
 
 
 for _name in ("zeros", "zeros_like", "new_zeros", "empty_like", "_efficientzerotensor"):
@@ -598,10 +577,7 @@ def _select(writer: Writer, meta: Any, x: Any, dim: int, index: Any) -> Any:
     if not isinstance(index, int):
         return _index(writer, meta, x, [None] * (dim % len(x.shape)) + [index])
     if isinstance(x, View):
-        dims = list(x.dims)
-        place = [i for i, one in enumerate(dims) if isinstance(one, range)][dim % len(x.shape)]
-        dims[place] = str(dims[place][index])
-        return x._replace(dims=tuple(dims))
+        return x.with_dim(dim, lambda whole: str(whole[index]))
     value = writer.value(x)
     dim %= len(value.shape)
     return _without(value, dim, index % value.shape[dim])
@@ -623,12 +599,10 @@ def _index_put(
         writer.cast(writer.value(put), meta.dtype), tuple(value.shape[dim] for dim in kept)
     )
     items = []
-    for place, old in zip(itertools.product(*map(range, value.shape)), value.items, strict=True):
-        position = 0
-        for dim in kept:
-            position = position * value.shape[dim] + place[dim]
+    for place, old in zip(_places(value.shape), value.items, strict=True):
         here = " & ".join(f"({_is_at(index, place[dim], value.shape[dim])})" for dim, index in chosen.items())
-        item = f"torch_add({old}, {new.items[position]})" if accumulate else new.items[position]
+        item = new.at([place[dim] for dim in kept])
+        item = f"torch_add({old}, {item})" if accumulate else item
         items.append(writer.let(_C_TYPES[meta.dtype], f"{here} ? {item} : {old}"))
     return Value(meta.dtype, value.shape, tuple(items))
 
@@ -642,15 +616,11 @@ def _in_zeros(writer: Writer, meta: Any, grad: Any, dim: int, kept: Sequence[int
     )  # of a select too
     zero = writer.cast(Value(torch.int32, (), ("0",)), meta.dtype).items[0]
     items = []
-    for place in itertools.product(*map(range, meta.shape)):
-        if place[dim] not in kept:
+    for place in _places(meta.shape):
+        if place[dim] in kept:
+            items.append(part.at((*place[: dim % rank], kept.index(place[dim]), *place[dim % rank + 1 :])))
+        else:
             items.append(zero)
-            continue
-        position = 0
-        own = (*place[: dim % rank], kept.index(place[dim]), *place[dim % rank + 1 :])
-        for extent, index in zip(part.shape, own, strict=True):
-            position = position * extent + index
-        items.append(part.items[position])
     return Value(meta.dtype, tuple(meta.shape), tuple(items))
 
 
@@ -666,26 +636,8 @@ OPERATORS["slice_backward"] = lambda writer, meta, grad, sizes, dim, start, end,
 def _stack(writer: Writer, meta: Any, parts: Sequence[Any], dim: int = 0) -> Value:
     values = [writer.cast(writer.value(part), meta.dtype) for part in parts]
     dim %= len(meta.shape)
-    items = []
-    for place in itertools.product(*map(range, meta.shape)):
-        position = 0
-        for extent, index in zip(values[0].shape, (*place[:dim], *place[dim + 1 :]), strict=True):
-            position = position * extent + index
-        items.append(values[place[dim]].items[position])
+    items = [values[place[dim]].at((*place[:dim], *place[dim + 1 :])) for place in _places(meta.shape)]
     return Value(meta.dtype, tuple(meta.shape), tuple(items))
-
-
-def _take(
-    value: Value, shape: tuple[int, ...], source: Callable[[tuple[int, ...]], tuple[int, ...]]
-) -> Value:
-    """Some elements of a value; `source` says where an element of the result comes from."""
-    items = []
-    for place in itertools.product(*map(range, shape)):
-        position = 0
-        for extent, index in zip(value.shape, source(place), strict=True):
-            position = position * extent + index
-        items.append(value.items[position])
-    return Value(value.dtype, shape, tuple(items))
 
 
 @_operator("slice")
@@ -693,10 +645,7 @@ def _slice(
     writer: Writer, meta: Any, x: Any, dim: int = 0, start: Any = None, end: Any = None, step: int = 1
 ) -> Any:
     if isinstance(x, View):
-        dims = list(x.dims)
-        place = [i for i, one in enumerate(dims) if isinstance(one, range)][dim % len(x.shape)]
-        dims[place] = dims[place][slice(start, end, step)]
-        return x._replace(dims=tuple(dims))
+        return x.with_dim(dim, lambda whole: whole[slice(start, end, step)])
     value = writer.value(x)
     dim = dim % len(value.shape)
     kept = range(value.shape[dim])[slice(start, end, step)]
@@ -722,24 +671,19 @@ def _reduction(function: str, average: bool = False) -> Operator:
     def operator(
         writer: Writer, meta: Any, x: Any, dims: Any = None, keepdim: bool = False, **_: Any
     ) -> Value:
-        value = writer.value(x)
+        dtype = _computed(meta.dtype)
+        value = writer.cast(writer.value(x), dtype)
         rank = len(value.shape)
         if dims is None or dims == []:
             dims = range(rank)
         reduced = {dim % rank for dim in ([dims] if isinstance(dims, int) else dims)} if rank else set()
-        dtype = _computed(meta.dtype)
         kept = [range(1) if i in reduced else range(extent) for i, extent in enumerate(value.shape)]
         whole = [range(extent) if i in reduced else None for i, extent in enumerate(value.shape)]
         (zero,) = writer.cast(Value(torch.int32, (), ("0",)), dtype).items
         items = []
         for place in itertools.product(*kept):
-            terms = []
             choices = [(p,) if w is None else w for w, p in zip(whole, place, strict=True)]
-            for inner in itertools.product(*choices):
-                position = 0
-                for extent, index in zip(value.shape, inner, strict=True):
-                    position = position * extent + index
-                terms.append(writer.cast(Value(value.dtype, (), (value.items[position],)), dtype).items[0])
+            terms = [value.at(inner) for inner in itertools.product(*choices)]
             # torch itself refuses the largest and the smallest of none.
             total = terms[0] if terms else zero
             for term in terms[1:]:

@@ -71,18 +71,8 @@ def trace(
     device: Any = "cpu",
     backward: bool = False,
 ) -> Mod:
-    """Record a function and write it as CUDA.
-
-    Parameters
-    ----------
-    mod : callable
-        ``score_mod(score, b, h, q_idx, kv_idx)`` or ``mask_mod(b, h, q_idx, kv_idx)``.
-    kind : str
-        Which of the two it is.
-    device : torch.device
-        The device of the tensors it reads.
-    backward : bool
-        Write the gradients of a score function too: of the score and of captured tensors that require grad.
+    """Record a function, whose tensors are on the device, and write it as CUDA. With ``backward``, write the
+    gradients of a score function too: of the score and of captured tensors that require grad.
 
     Raises
     ------
@@ -262,11 +252,8 @@ def _captured(writer: Writer, captures: list[Capture], tensor: Any, name: str) -
         if tensor.dtype == torch.bool:
             return Value(torch.bool, (), (f"({writer.number(tensor)} != 0)",))
         return writer.cast(Value(c_dtype, (), (writer.number(tensor),)), tensor.dtype)
-    known = [place for place, capture in enumerate(captures) if capture.array is tensor]
-    if known:
-        (place,) = known
-    else:
-        place = len(captures)
+    place = next((i for i, capture in enumerate(captures) if capture.array is tensor), len(captures))
+    if place == len(captures):
         captures.append(Capture(tensor, _DTYPES[tensor.dtype], tensor.ndim))
     return View(place, tensor.dtype, tuple(range(extent) for extent in tensor.shape))
 

@@ -6,28 +6,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from .. import jit
 from ..jit.params import I32, I64, POINTER, ParamStruct, bytes_type, changing
 from .common import ceil_div
 
 __all__ = [
-    "LISTS_PARAMS",
-    "LISTS_SPEC",
-    "NO_LISTS",
-    "RANKS_PARAMS",
-    "RANKS_SPEC",
-    "SCATTER_PARAMS",
-    "SCATTER_SPEC",
-    "BlockLists",
-    "Grid",
-    "ListAddresses",
-    "lists",
-    "ranks",
-    "scatter",
-    "states",
-    "states_params",
+    *("LISTS_PARAMS", "LISTS_SPEC", "NO_LISTS", "RANKS_PARAMS", "RANKS_SPEC", "SCATTER_PARAMS"),
+    *("SCATTER_SPEC", "BlockLists", "Grid", "ListAddresses", "Where", "lists", "ranks", "scatter"),
+    *("states", "states_params"),
 ]
 
 _STATES_THREADS = 256
@@ -87,6 +75,19 @@ class ListAddresses(NamedTuple):
     full_blocks: int
 
 
+class Where(NamedTuple):
+    """Where kernels are launched."""
+
+    device: int
+    stream: int
+    capturing: Callable[[], bool]
+
+    def launch(self, spec: jit.KernelSpec, ctas: int, params: bytes) -> None:
+        """Enqueue a kernel with this number of CTAs, or the most that are useful."""
+        kernel = jit.get_kernel(spec, self.device, capturing=self.capturing)
+        kernel.launch((min(ctas, _CTAS), 1, 1), params, self.stream)
+
+
 @cache
 def states_params(mask_mod_bytes: int) -> ParamStruct:
     """Params of block_mask_states.cu for a mask function whose parameters take ``mask_mod_bytes`` bytes."""
@@ -121,20 +122,10 @@ LISTS_SPEC = jit.KernelSpec("block_mask_lists", (), threads=32 * _WARPS, smem_by
 SCATTER_SPEC = jit.KernelSpec("block_mask_scatter", (), threads=32 * _WARPS, smem_bytes=0)
 
 
-def states(
-    grid: Grid,
-    header: tuple[str, str],
-    mask_mod: bytes,
-    address: int,
-    *,
-    device: int,
-    stream: int,
-    capturing: Callable[[], bool],
-) -> None:
+def states(grid: Grid, header: tuple[str, str], mask_mod: bytes, address: int, where: Where) -> None:
     """Enqueue the kernel that writes the states of all blocks; ``mask_mod`` is of
     `rawmla.flex.mods.Form.pack`.
     """
-    kernel = jit.get_kernel(states_spec(header), device, capturing=capturing)
     if not grid.blocks:
         return
     struct = states_params(len(mask_mod))
@@ -151,26 +142,23 @@ def states(
         )
     )
     struct.changing.pack_into(params, 0, mask_mod, address)
-    kernel.launch((min(grid.blocks, _CTAS), 1, 1), bytes(params), stream)
+    where.launch(states_spec(header), grid.blocks, bytes(params))
 
 
 def lists(
     listed: Grid,
     address: int,
     made: ListAddresses,
+    where: Where,
     *,
     by_columns: bool = False,
     state_blocks: tuple[int, int] | None = None,
-    device: int,
-    stream: int,
-    capturing: Callable[[], bool],
 ) -> None:
     """Enqueue the kernel that lists blocks by rows, or by columns.
 
     ``state_blocks``: (query tokens, keys) of the blocks that have the states at ``address``, where they are
     others than those to be listed.
     """
-    kernel = jit.get_kernel(LISTS_SPEC, device, capturing=capturing)
     state_q, state_k = state_blocks or (listed.block_q, listed.block_k)
     columns = ceil_div(listed.kv_len, state_k)
     by_q = (listed.rows, listed.block_q, state_q, listed.q_len, columns)
@@ -181,10 +169,7 @@ def lists(
         return
     params = LISTS_PARAMS.pack(
         states=address,
-        partial_counts=made.partial_counts,
-        partial_blocks=made.partial_blocks,
-        full_counts=made.full_counts,
-        full_blocks=made.full_blocks,
+        **made._asdict(),
         all_lines=all_lines,
         mask_blocks=ceil_div(listed.q_len, state_q) * columns,
         line_step=line[4],
@@ -198,32 +183,20 @@ def lists(
         line_tokens=line[3],
         entry_tokens=entry[3],
     )
-    kernel.launch((min(ceil_div(all_lines, _WARPS), _CTAS), 1, 1), params, stream)
+    where.launch(LISTS_SPEC, ceil_div(all_lines, _WARPS), params)
 
 
-def scatter(
-    given: Grid,
-    lists: BlockLists,
-    addresses: Sequence[int],
-    address: int,
-    *,
-    device: int,
-    stream: int,
-    capturing: Callable[[], bool],
-) -> None:
+def scatter(given: Grid, lists: BlockLists, addresses: Sequence[int], address: int, where: Where) -> None:
     """Enqueue the kernel that writes the states of the blocks in lists, over zeros."""
-    kernel = jit.get_kernel(SCATTER_SPEC, device, capturing=capturing)
     all_rows = given.batches * given.heads * given.rows
     if not all_rows or not given.columns:
         return
+    counts, blocks, full_counts, full_blocks = addresses
     params = SCATTER_PARAMS.pack(
-        **dict(
-            zip(
-                ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"),
-                addresses,
-                strict=True,
-            )
-        ),
+        kv_num_blocks=counts,
+        kv_indices=blocks,
+        full_kv_num_blocks=full_counts,
+        full_kv_indices=full_blocks,
         states=address,
         counts_strides=(*lists.counts_strides[0], *lists.counts_strides[1]),
         lists_strides=(*lists.lists_strides[0], *lists.lists_strides[1]),
@@ -233,10 +206,10 @@ def scatter(
         rows=given.rows,
         columns=given.columns,
     )
-    kernel.launch((min(ceil_div(all_rows, _WARPS), _CTAS), 1, 1), params, stream)
+    where.launch(SCATTER_SPEC, ceil_div(all_rows, _WARPS), params)
 
 
-_RANKS_THREADS, _RANKS_CTAS = 128, 2048
+_RANKS_THREADS = 128
 RANKS_PARAMS = ParamStruct(
     POINTER("states", "ranks"),
     I64("all_rows"),
@@ -262,11 +235,11 @@ def ranks(
     and of 4 bytes for each block.
     """
     to_states, to_ranks = places
-    where: Any = {"device": device, "stream": stream, "capturing": capturing}
+    where = Where(device, stream, capturing)
     jit.clear(to_states, ceil_div(mask.blocks, 4) * 4, stream, device)
     partial, full = lists.columns
     columns = min(partial, mask.columns), min(full, mask.columns)
-    scatter(mask, lists._replace(columns=columns), addresses, to_states, **where)
+    scatter(mask, lists._replace(columns=columns), addresses, to_states, where)
     all_rows = mask.batches * mask.heads * mask.columns
     params = RANKS_PARAMS.pack(
         states=to_states,
@@ -276,5 +249,4 @@ def ranks(
         columns=mask.rows,
         tiles=ceil_div(lists.block_k, tile_keys),
     )
-    kernel = jit.get_kernel(RANKS_SPEC, device, capturing=capturing)
-    kernel.launch((min(ceil_div(all_rows, _RANKS_THREADS), _RANKS_CTAS), 1, 1), params, stream)
+    where.launch(RANKS_SPEC, ceil_div(all_rows, _RANKS_THREADS), params)

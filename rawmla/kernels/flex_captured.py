@@ -69,12 +69,8 @@ def captured_spec(dtype: str, d_qk: int, d_v: int, pass_: int, header: tuple[str
     return jit.KernelSpec(
         "flex_captured_gradients",
         (
-            ("DTYPE", DTYPES[dtype]),
-            ("D_QK", d_qk),
-            ("D_V", d_v),
-            ("FLEX", True),
-            ("PASS", pass_),
-            ("STAGES", stages),
+            *(("DTYPE", DTYPES[dtype]), ("D_QK", d_qk), ("D_V", d_v)),
+            *(("FLEX", True), ("PASS", pass_), ("STAGES", stages)),
         ),
         threads=_CAPTURED_THREADS,
         smem_bytes=smem_bytes,
@@ -104,8 +100,8 @@ class PreparedCaptured:
         sums_are = _what_sums_are(call, mods)
         self._has_largest = sums_are == CELLS
         self._sum_bytes = [_sum_bytes(sums_are, one.elements) for one in mods.captured]
-        self._summed = [sums_are != FLOATS or one.dtype != "float32" for one in mods.captured]
-        sums = [size * summed for size, summed in zip(self._sum_bytes, self._summed, strict=True)]
+        summed = [sums_are != FLOATS or one.dtype != "float32" for one in mods.captured]
+        sums = [size * is_summed for size, is_summed in zip(self._sum_bytes, summed, strict=True)]
         self.scratch_sizes = [4 * len(mods.captured) * self._has_largest, *sums]
         self._passes: list[Callable[..., object]] = []
         self._finish: list[Callable[..., object] | None] = []
@@ -113,21 +109,19 @@ class PreparedCaptured:
             one = captured_spec(call.dtype, call.d_qk, call.d_v, pass_, mods.header)
             kernel = jit.get_kernel(one, call.device, capturing=capturing)
             self._passes.append(prepare_tiles(kernel, CAPTURED_KEYS))
-        for gradient, summed in zip(mods.captured, self._summed, strict=True):
-            if not summed:
-                self._finish.append(None)
-                continue
-            kernel = jit.get_kernel(FINISH_SPEC, call.device, capturing=capturing)
-            finish = CAPTURED_FINISH_PARAMS.pack(
-                count=gradient.elements,
-                sums_are=sums_are,
-                dtype=FLOAT_DTYPES[gradient.dtype],
-                terms_log2=terms_log2(call, mods),
-            )
-            ctas = min(ceil_div(gradient.elements, _FINISH_THREADS), _FINISH_CTAS)
-            self._finish.append(
-                kernel.prepare((ctas, 1, 1), finish, CAPTURED_FINISH_PARAMS.changing, pdl=True).launch
-            )
+        for gradient, is_summed in zip(mods.captured, summed, strict=True):
+            finish = None
+            if is_summed:
+                kernel = jit.get_kernel(FINISH_SPEC, call.device, capturing=capturing)
+                params = CAPTURED_FINISH_PARAMS.pack(
+                    count=gradient.elements,
+                    sums_are=sums_are,
+                    dtype=FLOAT_DTYPES[gradient.dtype],
+                    terms_log2=terms_log2(call, mods),
+                )
+                grid = (min(ceil_div(gradient.elements, _FINISH_THREADS), _FINISH_CTAS), 1, 1)
+                finish = kernel.prepare(grid, params, CAPTURED_FINISH_PARAMS.changing, pdl=True).launch
+            self._finish.append(finish)
 
     def largest(self, scratch: Sequence[int]) -> int:
         """Where the passes keep the largest terms; 0: they keep none."""
@@ -149,7 +143,7 @@ class PreparedCaptured:
         if not results:
             return
         largest, (_, *sums) = self.largest(scratch), scratch
-        places = [x if summed else y for x, y, summed in zip(sums, results, self._summed, strict=True)]
+        places = [x if finish else y for x, y, finish in zip(sums, results, self._finish, strict=True)]
         if largest:
             jit.clear(largest, 4 * len(places), stream, self._device)
         for place, size in zip(places, self._sum_bytes, strict=True):

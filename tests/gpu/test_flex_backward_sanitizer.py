@@ -23,7 +23,7 @@ from kit.flex_backward import (
     make_flex_backward_inputs,
     make_flex_gradients,
 )
-from rawmla.flex.backward import gradients
+from rawmla.flex.backward import Arrays, Options, gradients
 from rawmla.kernels.mha_backward_variants import Needs
 
 pytestmark = pytest.mark.sanitizer
@@ -120,11 +120,14 @@ def test_gradients_of_some(needs: Needs) -> None:
 
     def work(call: BackwardInputs) -> Any:
         inputs, dlse = call.inputs, call.gradients.dlse
-        keywords = inputs.keywords("cuda")
+        keywords, (out, lse) = inputs.keywords("cuda"), call.results
         dq, dk, dv, captured = gradients(
-            needs, call.gradients.dout, inputs.q, inputs.k, inputs.v, *call.results, keywords["score_mod"],
-            keywords["block_mask"], None, keywords["enable_gqa"], dlse, True,
-        )  # fmt: skip
+            needs,
+            Arrays(inputs.q, inputs.k, inputs.v, out, call.gradients.dout, lse, dlse),
+            keywords["score_mod"],
+            keywords["block_mask"],
+            Options(None, keywords["enable_gqa"], True),
+        )
         given = (dq is not None, dk is not None, dv is not None, captured["factor"] is not None)
         assert given == needs
         every = backward_of(call, "cuda", deterministic=True)
