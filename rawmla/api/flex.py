@@ -114,9 +114,9 @@ def flex_attention(
     Where grad is enabled and query, key, value or a floating-point tensor that score_mod reads is one of
     torch that requires grad, out and lse have a graph, max_scores has none. Query, key and value then are
     tensors of torch and none is float8. score_mod as a `CudaMod` has `grad`, and `capture_grads` of what
-    requires grad. What mask_mod reads requires none. Where block_mask has no lists by columns, the backward
-    makes them. Saved for the backward are inputs, out, lse, the lists, and what the functions read in this
-    call. There is no second derivative.
+    requires grad. Tensors that mask_mod reads require none. Where block_mask has no lists by columns, the
+    backward makes them. Saved for the backward are inputs, out, lse, the lists, and what the functions read
+    in this call. There is no second derivative.
 
     torch.compile runs the call between two graphs, through which gradients go.
 

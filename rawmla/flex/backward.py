@@ -39,7 +39,7 @@ __all__ = ["Arrays", "Options", "backpropagate", "gradients"]
 
 _SCRATCH_STEP = 128
 _MOST_KEYS = 128
-"""Of a tile."""
+"""The most keys of a tile."""
 
 
 class Arrays(NamedTuple):
@@ -165,7 +165,7 @@ def _gradients_of(score: Reading | None) -> tuple[Captured, list[str]]:
 
 
 class _Checked(NamedTuple):
-    """What follows from the arrays of a call, which passed the checks."""
+    """Facts that follow from the arrays of a call, which passed the checks."""
 
     call: BackwardCall  # without functions, with the default scale and all gradients
     copied: tuple[bool | str, ...]

@@ -115,7 +115,7 @@ class _Known(NamedTuple):
 
 
 _kinds: Memo[object] = Memo(shared=True)
-"""What stands for sizes, shapes, strides and dtypes of lists in a key, because they are slow to hash."""
+"""Objects that stand for sizes, shapes, strides and dtypes of lists in keys: these are slow to hash."""
 _known: Memo[_Known] = Memo(shared=True)
 """By names, sizes and the ids of lists. An entry whose arrays are gone is never found."""
 
