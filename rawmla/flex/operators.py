@@ -89,7 +89,7 @@ class Writer:
         self.numbers: list[Any] = []
         """Python numbers, and 0-d tensors of the CPU; the text has ``mod.n<i>`` for them."""
         self.of_gradients = False
-        """Whether operators belong to gradients: a 0 then stands in the text, since it is no user's number."""
+        """Whether operators belong to gradients: a 0 stands in the text then, as no number of a user's."""
         self._names: dict[tuple[str, str], str] = {}
 
     def let(self, c_type: str, text: str) -> str:
