@@ -141,16 +141,14 @@ class CudaMod:
         grad: str | None = None,
         capture_grads: Mapping[str, Any] | None = None,
     ) -> None:
-        for given, text in (("code", code), ("grad", grad)):
-            if (text is not None or given == "code") and not (isinstance(text, str) and text.strip()):
-                raise TypeError(f"{given}: expected CUDA text, got {text!r}")
+        for argument, text in (("code", code), ("grad", grad)):
+            if (text is not None or argument == "code") and not (isinstance(text, str) and text.strip()):
+                raise TypeError(f"{argument}: expected CUDA text, got {text!r}")
         self.code = code
         self.grad = grad
-        self.captures = {
-            name: capture.item() if isinstance(capture, np.generic) else capture
-            for name, capture in (captures or {}).items()
-        }
-        for name, capture in self.captures.items():
+        self.captures: dict[str, Any] = {}
+        for name, given in (captures or {}).items():
+            capture = given.item() if isinstance(given, np.generic) else given
             if not isinstance(name, str) or not _IDENTIFIER.fullmatch(name):
                 raise ValueError(f"captures: expected names that are C identifiers, got {name!r}")
             if name in _RESERVED:
@@ -159,6 +157,7 @@ class CudaMod:
                 raise TypeError(f"captures: expected {name} to be an array or a number, got {capture!r}")
             if isinstance(capture, int) and not -(2**63) <= capture < 2**63:
                 raise ValueError(f"captures: expected {name} to be an int of 64 bits, got {capture}")
+            self.captures[name] = capture
 
         if not isinstance(capture_grads, (Mapping, NoneType)):
             raise TypeError(f"capture_grads: expected a mapping of names, got {capture_grads!r}")
