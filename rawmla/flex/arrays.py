@@ -31,7 +31,7 @@ def read_dense(x: Any, name: str) -> Fields:
 
 
 def kinds_of(views: Sequence[Fields | None]) -> tuple[Any, ...]:
-    """What checks of arrays depend on: all but their addresses, of which the alignment counts."""
+    """The facts that checks of arrays depend on: all but addresses, whose alignment alone counts."""
     return tuple([view and (view[0] & 15, view[1:6]) for view in views])
 
 

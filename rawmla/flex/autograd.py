@@ -27,8 +27,8 @@ __all__ = ["attention"]
 
 
 class _Functions(NamedTuple):
-    """What the forward call made of its functions and its mask, as they were then: a name that a function
-    reads may stand for another tensor by the time of the backward pass.
+    """The functions and the mask of a call, as the forward read them: a name that a function reads may stand
+    for another tensor by the time of the backward pass.
     """
 
     score: Reading | None  # with gradients

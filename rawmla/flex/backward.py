@@ -39,7 +39,7 @@ __all__ = ["Arrays", "Options", "backpropagate", "gradients"]
 
 _SCRATCH_STEP = 128
 _MOST_KEYS = 128
-"""Of a tile."""
+"""The most keys of a tile."""
 
 
 class Arrays(NamedTuple):
@@ -165,7 +165,7 @@ def _gradients_of(score: Reading | None) -> tuple[Captured, list[str]]:
 
 
 class _Checked(NamedTuple):
-    """What follows from the arrays of a call, which passed the checks."""
+    """Facts that follow from the arrays of a call, which passed the checks."""
 
     call: BackwardCall  # without functions, with the default scale and all gradients
     copied: tuple[bool | str, ...]
@@ -202,11 +202,13 @@ def _check(views: Arrays, lists: GivenLists | None, enable_gqa: bool) -> _Checke
             check_on_device(name, other, forward.device, q[5])
     of_rows = (forward.b, forward.h_q, forward.max_seqlen_q)
     strides: dict[str, Any] = {"dlse_strides": (0, 0, 0)}
-    for name, member in (("out", "out_strides"), ("grad_out", "dout_strides")):
-        view, wanted = getattr(views, name), (*of_rows, forward.d_v)
+    wanted = (*of_rows, forward.d_v)
+    is_copied = {}
+    for name, member in (("grad_out", "dout_strides"), ("out", "out_strides")):
+        view = getattr(views, name)
         check_kind(name, view, forward.dtype, wanted)
         steps = walked(view)
-        copied = (*copied, steps is None)
+        is_copied[name] = steps is None
         strides[member] = by_token(aligned_strides(wanted)[:-1] if steps is None else steps)
     for name, member in (("lse", "lse_strides"), ("grad_lse", "dlse_strides")):
         view = getattr(views, name)
@@ -219,6 +221,7 @@ def _check(views: Arrays, lists: GivenLists | None, enable_gqa: bool) -> _Checke
     call = BackwardCall(**{**of_both, **strides}, deterministic=False, needs=ALL)
     blocks = check_lists(lists, forward, q[5], (BLOCK_ROWS, _MOST_KEYS), _SCRATCH_STEP)
     mixed = mixes_frameworks((*views, *(lists.views if lists else ())), q[5])
+    copied = (*copied, is_copied["out"], is_copied["grad_out"])
     return _Checked(call, copied, blocks, has_scores(forward), mixed, Memo())
 
 

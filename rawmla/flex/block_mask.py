@@ -120,7 +120,7 @@ class BlockMask:
     """The blocks of a mask: which are attended, and which of these without asking the mask function.
 
     A *partial* block is in `kv_indices`: flex attention calls `mask_mod` for each of its positions. A *full*
-    one is in `full_kv_indices`: all its positions are attended. What is in neither list is not attended.
+    one is in `full_kv_indices`: all its positions are attended. A block in neither list is not attended.
 
     Attributes
     ----------
@@ -229,7 +229,7 @@ class BlockMask:
         self._kept: tuple[int, Reading | None] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """What is pickled and copied: all but the reading of the function."""
+        """The state that is pickled and copied: all but the reading of the function."""
         return {**self.__dict__, "_kept": None}
 
     def as_tuple(self, flatten: bool = True) -> tuple[Any, ...]:

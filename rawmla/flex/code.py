@@ -11,7 +11,6 @@ __all__ = ["Chain", "CodeNames", "names_in"]
 Chain = tuple[str, ...]
 """The attributes that follow a variable where it is read: ``("nn", "functional", "silu")``."""
 
-_VARIABLES = frozenset(("LOAD_GLOBAL", "LOAD_DEREF"))
 _ATTRIBUTES = frozenset(("LOAD_ATTR", "LOAD_METHOD"))
 
 
@@ -36,8 +35,9 @@ class CodeNames:
     def __init__(self, code: CodeType) -> None:
         self.complete = True
         attributes: set[str] = set()
-        chains: dict[str, dict[str, set[Chain]]] = {name: {} for name in _VARIABLES}
-        of_globals, of_free = chains["LOAD_GLOBAL"], chains["LOAD_DEREF"]
+        of_globals: dict[str, set[Chain]] = {}
+        of_free: dict[str, set[Chain]] = {}
+        variables = {"LOAD_GLOBAL": of_globals, "LOAD_DEREF": of_free}
         variable: set[Chain] | None = None  # read by the instruction before, or by a chain that ends there
         chain: Chain = ()
         for instruction in dis.get_instructions(code):
@@ -51,8 +51,8 @@ class CodeNames:
             if variable is not None:
                 variable.add(chain)
             variable, chain = None, ()
-            if kind in _VARIABLES:
-                variable = chains[kind].setdefault(name, set())
+            if kind in variables:
+                variable = variables[kind].setdefault(name, set())
             elif instruction.opcode in dis.hasname or kind == "MATCH_CLASS":
                 self.complete = False
         for constant in code.co_consts:

@@ -190,7 +190,7 @@ _Views = tuple[Fields, Fields, Fields, Fields | None]
 
 
 class _Checked(NamedTuple):
-    """What follows from the arrays of a call, which passed the checks."""
+    """Facts that follow from the arrays of a call, which passed the checks."""
 
     call: MhaForwardCall  # without functions, with the default scale
     copied: tuple[bool | str, ...]

@@ -51,7 +51,7 @@ def _type_of(name: str, mod: Mod | None, result: str, first: str, neutral: str) 
 
 
 def _facts_of(backward: Backward) -> list[str]:
-    """What a kernel can know of gradients while it is compiled."""
+    """Facts about gradients that a kernel knows while it is compiled."""
     bools = {False: "false", True: "true"}
     sites = [f"{{{x.gradient}, {bools[x.by_q]}, {bools[x.by_kv]}}}" for x in backward.sites]
     return [

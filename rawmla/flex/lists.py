@@ -72,24 +72,17 @@ def read_lists(block_mask: Any, names: tuple[str, str, str, str] = LISTS) -> Giv
             "mask that was indexed; assign a function for this part to block_mask.mask_mod"
         )
     sizes = (*block_size, *lengths)
+    lacks_full = arrays[2] is None and names == Q_LISTS and getattr(block_mask, LISTS[2], None) is not None
+    key = (names[0], lacks_full, *sizes, *map(id, arrays))
+    known = _known.get(key)
+    if known is not None:
+        references, places, pointer, lists = known
+        if True not in [reference() is None for reference in references]:
+            if places == [(pointer(x), x.shape) for x in arrays if x is not None]:
+                return lists
     if sizes[2:] == (1, 1) and min(block_size) >= NO_BOUND:
         return None
-    counts, indices, full_counts, full_indices = arrays
-    has_full = full_counts is not None or getattr(block_mask, LISTS[2], None) is not None
-    if counts is None or indices is None or (has_full and full_counts is None and names == Q_LISTS):
-        absent = names[2:] if counts is not None and indices is not None else names[:2]
-        remedy = ""
-        if names == Q_LISTS:
-            remedy = "; gradients need lists by columns, which are made of lists of torch and CuPy only"
-        raise ValueError(f"block_mask: expected {absent[0]} and {absent[1]}, got None{remedy}")
-    if (full_counts is None) != (full_indices is None):
-        raise ValueError(f"block_mask: expected {names[2]} and {names[3]} or none of them, got one")
-    key = (names[0], *sizes, *map(id, arrays))
-    known = _known.get(key)
-    if known is not None and True not in [reference() is None for reference in known.references]:
-        pointer = known.pointer
-        if known.places == [(pointer(x), x.shape) for x in arrays if x is not None]:
-            return known.lists
+    _check_none(names, arrays, lacks_full)
     views = [
         None if x is None else READERS[type(x)](x, name)
         for x, name in zip(arrays, _ARGUMENTS_OF[names], strict=True)
@@ -99,6 +92,19 @@ def read_lists(block_mask: Any, names: tuple[str, str, str, str] = LISTS) -> Giv
     lists = GivenLists(names, views, addresses, sizes, _kinds.get(kind) or _kinds.keep(kind, object()))
     _remember(key, arrays, lists)
     return lists
+
+
+def _check_none(names: tuple[str, str, str, str], arrays: list[Any], lacks_full: bool) -> None:
+    """Check which lists are None. ``lacks_full``: there are full blocks, but no lists of them by columns."""
+    counts, indices, full_counts, full_indices = arrays
+    if counts is None or indices is None or lacks_full:
+        absent = names[2:] if counts is not None and indices is not None else names[:2]
+        remedy = ""
+        if names == Q_LISTS:
+            remedy = "; gradients need lists by columns, which are made of lists of torch and CuPy only"
+        raise ValueError(f"block_mask: expected {absent[0]} and {absent[1]}, got None{remedy}")
+    if (full_counts is None) != (full_indices is None):
+        raise ValueError(f"block_mask: expected {names[2]} and {names[3]} or none of them, got one")
 
 
 class _Known(NamedTuple):
@@ -115,7 +121,7 @@ class _Known(NamedTuple):
 
 
 _kinds: Memo[object] = Memo(shared=True)
-"""What stands for sizes, shapes, strides and dtypes of lists in a key, because they are slow to hash."""
+"""Objects that stand for sizes, shapes, strides and dtypes of lists in keys: these are slow to hash."""
 _known: Memo[_Known] = Memo(shared=True)
 """By names, sizes and the ids of lists. An entry whose arrays are gone is never found."""
 

@@ -156,7 +156,7 @@ def _described_module(x: types.ModuleType, chains: tuple[Chain, ...], look: _Loo
 
 @functools.lru_cache(maxsize=1024)
 def _values_of(x: Any, chains: tuple[Chain, ...]) -> list[tuple[types.ModuleType, str]]:
-    """What is read of a module besides functions that are trusted: modules and names."""
+    """The attributes that are read of a module, besides trusted functions: modules and names."""
     found = []
     for chain in chains:
         inner = x
@@ -341,6 +341,6 @@ _TRUSTED = {
 
 
 _NOT_KNOWN = (_Unknown, AttributeError, KeyError, RecursionError, TypeError, ValueError)
-"""What `_described` raises where a function reads what cannot be compared: a name that there is not, a
+"""The errors of `_described` where a function reads what cannot be compared: a name that there is not, a
 container that holds itself, what cannot be hashed, a variable without a value yet.
 """

@@ -35,7 +35,7 @@ ELEMENTS = {
     "float32": "float",
     "float64": "double",
 }
-"""What a captured array of a dtype is in cuda_src/flex/mods.cuh."""
+"""The type of the elements of a captured array in cuda_src/flex/mods.cuh, by dtype."""
 
 
 Layout = Literal["kAny", "kSmall", "kSmallRows"]
@@ -73,7 +73,7 @@ class Site(NamedTuple):
 
 
 class Backward(NamedTuple):
-    """What a kernel needs of a score function's gradients. In both texts ``grad`` is the gradient of the
+    """The gradients of a score function as a kernel needs them. In both texts ``grad`` is the gradient of the
     result; they are linear in it.
     """
 
@@ -141,16 +141,14 @@ class CudaMod:
         grad: str | None = None,
         capture_grads: Mapping[str, Any] | None = None,
     ) -> None:
-        for given, text in (("code", code), ("grad", grad)):
-            if (text is not None or given == "code") and not (isinstance(text, str) and text.strip()):
-                raise TypeError(f"{given}: expected CUDA text, got {text!r}")
+        for argument, text in (("code", code), ("grad", grad)):
+            if (text is not None or argument == "code") and not (isinstance(text, str) and text.strip()):
+                raise TypeError(f"{argument}: expected CUDA text, got {text!r}")
         self.code = code
         self.grad = grad
-        self.captures = {
-            name: capture.item() if isinstance(capture, np.generic) else capture
-            for name, capture in (captures or {}).items()
-        }
-        for name, capture in self.captures.items():
+        self.captures: dict[str, Any] = {}
+        for name, given in (captures or {}).items():
+            capture = given.item() if isinstance(given, np.generic) else given
             if not isinstance(name, str) or not _IDENTIFIER.fullmatch(name):
                 raise ValueError(f"captures: expected names that are C identifiers, got {name!r}")
             if name in _RESERVED:
@@ -159,6 +157,7 @@ class CudaMod:
                 raise TypeError(f"captures: expected {name} to be an array or a number, got {capture!r}")
             if isinstance(capture, int) and not -(2**63) <= capture < 2**63:
                 raise ValueError(f"captures: expected {name} to be an int of 64 bits, got {capture}")
+            self.captures[name] = capture
 
         if not isinstance(capture_grads, (Mapping, NoneType)):
             raise TypeError(f"capture_grads: expected a mapping of names, got {capture_grads!r}")
@@ -195,7 +194,7 @@ class CudaMod:
         return Mod(text, tuple(captures), tuple(numbers), gradients)
 
     def _backward(self, names: list[str], captures: list[Capture], places: dict[str, int]) -> Backward:
-        """What a kernel needs for gradients; `names` has the statements that give captures their names."""
+        """The gradients as a kernel needs them; `names` has the statements that give captures their names."""
         if self.grad is None:
             raise ValueError(
                 "score_mod: expected a CudaMod with grad, since gradients are needed, got one without"
@@ -264,7 +263,7 @@ class Place(NamedTuple):
     strides: Sequence[int]
 
     def layout(self) -> Layout:
-        """What indexing may rely on."""
+        """The layout that indexing may rely on."""
         steps = [(extent - 1) * abs(stride) for extent, stride in zip(self.shape, self.strides, strict=True)]
         if sum(max(step, 0) for step in steps) >= 2**31 or any(abs(x) >= 2**31 for x in self.strides):
             return "kAny"
@@ -340,7 +339,7 @@ class TracedMod:
         self._required_grad = [x.requires_grad for x in reading.arrays]
 
     def reading(self, backward: bool = False) -> Reading:
-        """What a call takes of the function; with `backward`, with its gradients, or an error."""
+        """The function as a call takes it; with `backward`, with its gradients, or an error."""
         if not backward:
             return self._reading
         if isinstance(self._gradients, Exception):

@@ -54,7 +54,7 @@ def _found(function: Callable[..., Any], wanted: set[int]) -> dict[int, str]:
 
 
 def _held(x: Any) -> Iterable[tuple[str, Any]]:
-    """What a function or another object holds, with names; "": the name of the object itself."""
+    """List what a function or another object holds, with names; "": the name of the object itself."""
     if isinstance(x, functools.partial):
         code = getattr(x.func, "__code__", None)
         names = () if code is None else code.co_varnames

@@ -18,7 +18,7 @@ import torch
 __all__ = ["MAX_ELEMENTS", "OPERATORS", "Refused", "Value", "View", "Writer", "elements"]
 
 MAX_ELEMENTS = 16
-"""Of a vector that a function may have in between."""
+"""The most elements of a vector that a function may have in between."""
 _C_TYPES = {
     torch.bool: "bool",
     torch.uint8: "unsigned char",
@@ -26,10 +26,7 @@ _C_TYPES = {
     torch.int16: "short",
     torch.int32: "int",
     torch.int64: "i64",
-    torch.bfloat16: "float",
-    torch.float16: "float",
-    torch.float32: "float",
-    torch.float64: "float",
+    **dict.fromkeys((torch.bfloat16, torch.float16, torch.float32, torch.float64), "float"),
 }
 """All floating-point numbers are float in between."""
 _NAMED = re.compile(r"\bv(\d+)\b")
@@ -37,7 +34,7 @@ _NAMED = re.compile(r"\bv(\d+)\b")
 
 
 class Refused(Exception):
-    """What a function does and kernels cannot; the message goes on from "the function's name: "."""
+    """A function does what kernels cannot; the message goes on from "the function's name: "."""
 
 
 class Value(NamedTuple):
@@ -92,7 +89,7 @@ class Writer:
         self.numbers: list[Any] = []
         """Python numbers, and 0-d tensors of the CPU; the text has ``mod.n<i>`` for them."""
         self.of_gradients = False
-        """What follows belongs to gradients: 0 stands in the text, since it is no number of a user's."""
+        """Whether operators belong to gradients: a 0 stands in the text then, as no number of a user's."""
         self._names: dict[tuple[str, str], str] = {}
 
     def let(self, c_type: str, text: str) -> str:
@@ -610,15 +607,13 @@ def _index_put(
 def _in_zeros(writer: Writer, meta: Any, grad: Any, dim: int, kept: Sequence[int]) -> Value:
     """Zeros, but for these indices of a dimension, of which there is a gradient."""
     part = writer.value(grad)
-    rank = len(meta.shape)
-    part = part._replace(
-        shape=(*part.shape[: dim % rank], len(kept), *meta.shape[dim % rank + 1 :])
-    )  # of a select too
+    dim %= len(meta.shape)
+    part = part._replace(shape=(*part.shape[:dim], len(kept), *meta.shape[dim + 1 :]))  # of a select too
     zero = writer.cast(Value(torch.int32, (), ("0",)), meta.dtype).items[0]
     items = []
     for place in _places(meta.shape):
         if place[dim] in kept:
-            items.append(part.at((*place[: dim % rank], kept.index(place[dim]), *place[dim % rank + 1 :])))
+            items.append(part.at((*place[:dim], kept.index(place[dim]), *place[dim + 1 :])))
         else:
             items.append(zero)
     return Value(meta.dtype, tuple(meta.shape), tuple(items))

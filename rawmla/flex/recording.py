@@ -1,4 +1,4 @@
-"""What a function may do while it is recorded: what a trace cannot have is refused before it happens."""
+"""Watches a function while it is recorded, and refuses what a trace cannot have before it happens."""
 
 from __future__ import annotations
 
@@ -95,8 +95,8 @@ class Watch(TorchDispatchMode):
         return x if _is_captured(x) else self._made.get(id(x), _UNKNOWN).owner
 
     def _source(self, given: Any) -> Any:
-        """What decides the values of the tensors among these: `_ARGUMENT`, or else a captured tensor, or else
-        None, as in numbers of the function's text.
+        """The source of the values of the tensors among these: `_ARGUMENT`, or else a captured tensor, or
+        None, as for numbers in the function's text.
         """
         sources = [
             x if _is_captured(x) else self._made.get(id(x), _UNKNOWN).source
@@ -207,7 +207,7 @@ class IndexByTensors(TorchFunctionMode):
         return picked[tuple(left)] if None in left else picked
 
     def _read(self, result: Any) -> Any:
-        """What stands for part of a tensor."""
+        """The tensor that stands for part of another one."""
         return result
 
 

@@ -3,9 +3,9 @@
 A function is run once on fake tensors (torch's make_fx), which records the operators that it calls on its
 arguments; `rawmla.flex.operators` writes each as CUDA. Nothing is launched.
 
-For gradients torch's autograd runs in the same recording. What a function reads of captured tensors that
-require grad are leaves then: their gradients say what each score adds where, and no tensor of the size of a
-captured one is made.
+For gradients torch's autograd runs in the same recording. The parts of captured tensors that a function
+reads are leaves then, if they require grad: their gradients say what each score adds where, and no tensor of
+the size of a captured one is made.
 """
 
 from __future__ import annotations
@@ -38,14 +38,16 @@ ARGUMENTS = {
     "mask_mod": ("b", "h", "q_idx", "kv_idx"),
 }
 
-
 _PLACE_KEYWORDS = {"dtype", "layout", "device", "pin_memory", "memory_format", "non_blocking"}
 """Where and as what torch would make a tensor; its dtype is the dtype of the result."""
-
-
 _DTYPE_OF = {"score": torch.float32, "grad": torch.float32}
-"""Of the arguments that are no int32."""
+"""The dtypes of the arguments that are no int32."""
 _DTYPES = {getattr(torch, name): name for name in ELEMENTS}
+_READS = {
+    *("IndexBackward0", "SelectBackward0", "SliceBackward0", "UnbindBackward0", "AliasBackward0"),
+    "CloneBackward0",
+}
+"""The names that autograd has for operators that leave a `View`."""
 _RECORDING = threading.RLock()
 """make_fx patches torch.nn.Module for the whole process."""
 
@@ -56,13 +58,6 @@ def name_of(mod: Callable[..., Any]) -> str:
     while not hasattr(inner, "__qualname__") and hasattr(inner, "func"):  # functools.partial
         inner = inner.func
     return getattr(inner, "__qualname__", type(inner).__name__)
-
-
-_READS = {
-    *("IndexBackward0", "SelectBackward0", "SliceBackward0", "UnbindBackward0", "AliasBackward0"),
-    "CloneBackward0",
-}
-"""What autograd calls operators of which a `View` is left."""
 
 
 def trace(
@@ -164,9 +159,8 @@ class _Joint:
         ):
             source = score.detach().requires_grad_()
             with _ReadsAreLeaves(self._name) as reads:
-                result = self._watch.call(
-                    source.clone(), b, h, q_idx, kv_idx
-                )  # no leaf, for what is in place
+                # A clone is no leaf, so that the function may change it in place.
+                result = self._watch.call(source.clone(), b, h, q_idx, kv_idx)
             if not isinstance(result, torch.Tensor) or result.ndim or not result.requires_grad:
                 return result, None, [], []
             leaves = reads.leaves
@@ -259,7 +253,7 @@ def _captured(writer: Writer, captures: list[Capture], tensor: Any, name: str) -
 
 
 def _written(writer: Writer, node: Any, values: dict[Any, Any], name: str) -> Any:
-    """What an operator leaves."""
+    """The value or view that an operator leaves."""
     if node.target is operator.getitem:
         whole, place = node.args
         return values[whole][place]
@@ -322,7 +316,7 @@ def _check_changes(node: Any, owners: dict[Any, Any], name: str) -> None:
 
 
 def _result(writer: Writer, returned: Any, kind: str, name: str) -> str:
-    """What a function returns."""
+    """The expression of what a function returns."""
     if not isinstance(returned, (Value, View, bool, int, float)):
         raise ValueError(f"{name}: expected it to return a 0-d tensor, got {type(returned).__name__}")
     value = writer.value(returned)
@@ -350,12 +344,8 @@ def _backward(writer: Writer, result: str, returned: Any) -> Backward:
     sites, calls = [], []
     for i, ((capture, indices), item) in enumerate(added.items()):
         reads = writer.reads(*indices)
-        sites.append(
-            Site(
-                gradients.index(capture),
-                *(bool(reads & {argument, "score"}) for argument in ("q_idx", "kv_idx")),
-            )
-        )
+        by_q, by_kv = [bool(reads & {argument, "score"}) for argument in ("q_idx", "kv_idx")]
+        sites.append(Site(gradients.index(capture), by_q, by_kv))
         calls.append(f"gradient_sink.template add<{i}>(mod.t{capture}.place({', '.join(indices)}), {item});")
     return Backward(
         "\n".join([*writer.needed(result, derivative), f"return {{{result}, {derivative}}};"]),

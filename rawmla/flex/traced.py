@@ -1,4 +1,4 @@
-"""What public functions call instead while torch traces them: see `rawmla.call.tracing`."""
+"""Calls that public functions make while torch traces them: see `rawmla.call.tracing`."""
 
 from __future__ import annotations
 
