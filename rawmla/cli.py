@@ -19,8 +19,6 @@ from rawmla import __version__
 from rawmla.errors import CompileError, RawMLAError
 from rawmla.jit import Builder, CompiledKernel, KernelSpec, default_builder, export
 
-__all__ = ["main"]
-
 POLL_S = 0.2  # how long Ctrl-C may go unnoticed
 
 

@@ -9,8 +9,6 @@ from importlib import metadata
 
 from .errors import install_command
 
-__all__ = ["conflicts", "version_of", "warn_of_conflicts"]
-
 # Distributions of CuPy share one folder: the one installed last overwrites the others.
 _CUPY = ("cupy", "cupy-cuda11x", "cupy-cuda12x", "cupy-cuda13x", "cupy-cuda14x")
 # Libraries of CUDA 12 have their major version in the name.

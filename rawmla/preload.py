@@ -31,8 +31,6 @@ from .mha.records import DenseArrays, Gradients, Packing, options_of
 from .mla.plan import is_plan_object
 from .stand_ins import Described, NoFramework, StandIn
 
-__all__ = ["warmup", "warmup_call"]
-
 
 def warmup(
     *operations: str,

@@ -23,8 +23,6 @@ from rawmla.jit import default_builder, device_info, nvrtc, require_supported
 from rawmla.jit.driver import get_driver
 from rawmla.jit.entry import untrusted_reason
 
-__all__ = ["collect", "torch_build"]
-
 Rows = list[tuple[str, str]]
 
 _PACKAGES = (

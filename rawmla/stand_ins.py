@@ -12,8 +12,6 @@ from . import jit
 from .call.arrays import READERS
 from .call.frameworks import Fields, NewArray, contiguous_strides
 
-__all__ = ["Described", "NoFramework", "StandIn"]
-
 _ADDRESS = 1 << 40  # of arrays that are not allocated; nothing follows it
 
 

@@ -8,8 +8,6 @@ from ..call import tracing
 from ..call.arrays import needs_gradient
 from ..mha import forward
 
-__all__ = ["dense_path", "mha_operators", "mla_operators"]
-
 
 def mla_operators() -> Any:
     """Return the module whose functions call operators in the place of call paths of `rawmla.mla`."""

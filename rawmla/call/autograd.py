@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["Call", "attend", "check_no_out", "check_torch", "gradient_of_out"]
-
 
 class Call(NamedTuple):
     """A forward call and its backward. Tensors that the backward wants are saved by autograd alone, which

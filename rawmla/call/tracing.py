@@ -12,8 +12,6 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["ask_torch", "is_traced"]
-
 
 def _ask_without_torch(array: Any) -> bool:
     """Until somebody imports torch."""

@@ -12,8 +12,6 @@ from typing import Any, NamedTuple
 
 from .flash_mla import cuda
 
-__all__ = ["NAMESPACES", "OpPatch", "patch"]
-
 
 class _Op(NamedTuple):
     schema: str

@@ -13,8 +13,6 @@ from typing import Any
 from .flash_mla import flash_mla_interface
 from .flash_mla.flash_mla_interface import FlashMLASchedMeta
 
-__all__ = ["FlashMLASchedMeta", "flash_mla_sparse_fwd", "flash_mla_with_kvcache", "get_mla_metadata"]
-
 
 def get_mla_metadata(
     cache_seqlens: Any = None,

@@ -15,8 +15,6 @@ except ImportError:  # CuPy arrays need no torch
         return False
 
 
-__all__ = ["Usage", "USED", "log"]
-
 _logger = logging.getLogger("rawmla.compat")
 
 

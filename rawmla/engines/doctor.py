@@ -18,8 +18,6 @@ from rawmla.environment import version_of
 from . import sglang, vllm
 from .plug_in import Engine
 
-__all__ = ["Diagnosis", "examine"]
-
 Rows = list[tuple[str, str]]
 
 PLUG_IN = "rawmla"

@@ -6,8 +6,6 @@ import inspect
 from types import ModuleType
 from typing import NamedTuple
 
-__all__ = ["Engine"]
-
 
 class Engine(NamedTuple):
     """An engine with a plug-in of rawmla."""

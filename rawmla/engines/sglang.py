@@ -18,8 +18,6 @@ from rawmla.environment import version_of
 
 from .plug_in import Engine
 
-__all__ = ["ENGINE", "register"]
-
 ENGINE = Engine(
     title="SGLang",
     distribution="sglang",

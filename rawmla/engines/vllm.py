@@ -24,8 +24,6 @@ from rawmla.environment import version_of
 
 from .plug_in import Engine
 
-__all__ = ["BACKENDS", "ENGINE", "register"]
-
 # get_mla_metadata_dense_fp8 and flash_mla_with_kvcache_fp8 stay vLLM's, since rawmla has no dense decoding
 # over FP8 caches. So does _is_flashmla_available, by which these two say that vLLM has no FlashMLA.
 ENGINE = Engine(

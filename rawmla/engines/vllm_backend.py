@@ -39,8 +39,6 @@ from rawmla.kernels.common import BLOCK_TOKENS, D_V, TILE_ROWS, ceil_div, max_sp
 from rawmla.kernels.mla_combine import split_row_bytes
 from rawmla.kernels.mla_metadata import MAX_BATCH
 
-__all__ = ["RawMLABackend", "RawMLASparseBackend"]
-
 
 class RawMLABackend(FlashMLABackend):
     """Dense MLA. FP8 caches are decoded by vLLM's own kernel. Pages of 64 tokens: smaller ones are slower."""

@@ -12,8 +12,6 @@ from ..kernels.mha_forward import NO_BOUND, MhaForwardCall
 from ..mha.arguments import check_head_dim, check_out_layout, fresh_out_strides, walked
 from .functions import check_on_device
 
-__all__ = ["FP8", "addresses_of", "by_token", "check_arrays", "has_scores", "read_dense"]
-
 FP8 = ("float8_e4m3fn", "float8_e5m2")
 
 

@@ -23,8 +23,6 @@ from .functions import as_reading
 from .lists import MASK_PARTS, read_lists
 from .mods import Reading
 
-__all__ = ["attention"]
-
 
 class _Functions(NamedTuple):
     """The functions and the mask of a call, as the forward read them: a name that a function reads may stand

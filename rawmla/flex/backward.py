@@ -35,8 +35,6 @@ from .lists import Blocks, GivenLists, check_lists, launch_lists, read_lists
 from .mods import Reading, reading_of
 from .traced import between_graphs
 
-__all__ = ["Arrays", "Options", "backpropagate", "gradients"]
-
 _SCRATCH_STEP = 128
 _MOST_KEYS = 128
 """The most keys of a tile."""

@@ -6,20 +6,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = [
-    *(
-        "LISTS",
-        "Q_LISTS",
-        "Lists",
-        "check_lists",
-        "dense_of",
-        "listed",
-        "numpy_of",
-        "picture",
-        "transposed",
-    ),
-]
-
 LISTS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
 """The names of lists in a BlockMask."""
 Q_LISTS = ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")

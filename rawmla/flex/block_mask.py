@@ -15,11 +15,6 @@ from .block_lists import LISTS, Q_LISTS, Lists, check_lists, dense_of, listed, n
 from .functions import as_reading, check_mask
 from .mods import Reading
 
-__all__ = [
-    *("BlockMask", "and_masks", "as_block_size", "as_ordinal", "hides_nothing", "lacks_columns"),
-    *("noop_mask", "or_masks", "read_mask", "with_columns"),
-]
-
 Mask = Callable[..., Any]
 DEFAULT_BLOCK_SIZE = 128
 MAX_BLOCK_SIZE = 2**30

@@ -6,8 +6,6 @@ import dis
 from functools import lru_cache
 from types import CodeType
 
-__all__ = ["Chain", "CodeNames", "names_in"]
-
 Chain = tuple[str, ...]
 """The attributes that follow a variable where it is read: ``("nn", "functional", "silu")``."""
 

@@ -16,8 +16,6 @@ from .block_mask import BlockMask, as_block_size, as_ordinal, hides_nothing
 from .functions import as_reading, bound, check_numbers, header_of, packed_of
 from .mods import CudaMod, TracedMod
 
-__all__ = ["make", "prepare"]
-
 
 def make(*arguments: Any) -> BlockMask:
     """`create_block_mask` of the arguments of `prepare`."""

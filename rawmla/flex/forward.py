@@ -29,8 +29,6 @@ from .functions import IDENTITY, Bound, as_reading, bound, header_of, packed_of,
 from .lists import Blocks, GivenLists, check_lists, launch_lists, read_lists
 from .mods import reading_of
 
-__all__ = ["Arguments", "AuxOutput", "AuxRequest", "attend", "attend_alone", "check_options", "wanted"]
-
 
 class AuxRequest(NamedTuple):
     """Which further results `flex_attention` gives."""

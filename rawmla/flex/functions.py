@@ -28,11 +28,6 @@ from .mods import (
     reading_of,
 )
 
-__all__ = [
-    *("IDENTITY", "Bound", "as_reading", "bound", "check_mask", "check_numbers", "check_on_device"),
-    *("header_of", "packed_of", "reads_gradient", "traced", "within_blocks"),
-]
-
 IDENTITY = reading_of(Mod("return score;", (), (), NO_FUNCTION))
 """The score function that changes nothing."""
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from .mods import ELEMENTS, NO_FUNCTION, Backward, Mod
 
-__all__ = ["HEADER_NAME", "header"]
-
 HEADER_NAME = "user/mods.cuh"
 
 

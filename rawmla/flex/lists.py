@@ -21,11 +21,6 @@ from .arrays import addresses_of, has_scores, kinds_of
 from .block_lists import LISTS, Q_LISTS
 from .functions import Bound, check_on_device, packed_of
 
-__all__ = [
-    *("MASK_PARTS", "Blocks", "GivenLists"),
-    *("check_lists", "launch_lists", "read_lists"),
-]
-
 INTEGERS = ("int32", "int64", "int16", "int8", "uint8")
 MASK_PARTS = ("BLOCK_SIZE", "mask_mod", "seq_lengths")
 """The attributes of a BlockMask that a call looks at besides lists."""

@@ -26,8 +26,6 @@ from .code import Chain, CodeNames, names_in
 from .mods import Frame, Reading, reading_of
 from .trace import trace
 
-__all__ = ["read"]
-
 MAX_COMPARED = 10_000
 """Objects of a function that are compared at most: more of them take milliseconds, as a trace does."""
 

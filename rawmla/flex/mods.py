@@ -15,11 +15,6 @@ import numpy as np
 from ..call.arrays import inspect, is_array
 from ..call.memo import Memo
 
-__all__ = [
-    *("ELEMENTS", "NO_FUNCTION", "Backward", "Capture", "CudaMod", "Form", "Frame", "Mod"),
-    *("Number", "Place", "Reading", "Site", "TracedMod", "reading_of"),
-]
-
 Kind = Literal["score_mod", "mask_mod"]
 _IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
 _RESERVED = {"score", "b", "h", "q_idx", "kv_idx", "q_len", "kv_len", "grad", "mod", "gradient_sink"}

@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["UNNAMED", "names_of"]
-
 UNNAMED = "capture"
 """The name of a tensor that no variable is found to hold."""
 

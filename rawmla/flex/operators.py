@@ -15,8 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["MAX_ELEMENTS", "OPERATORS", "Refused", "Value", "View", "Writer", "elements"]
-
 MAX_ELEMENTS = 16
 """The most elements of a vector that a function may have in between."""
 _C_TYPES = {

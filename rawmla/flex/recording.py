@@ -15,11 +15,6 @@ from torch.utils._pytree import tree_leaves
 
 from .names import UNNAMED, names_of
 
-__all__ = [
-    *("LITERALS", "NOT_THERE", "NO_BRANCHES", "IndexByTensors", "Watch", "Watched"),
-    *("changed_by", "viewed_by"),
-]
-
 NOT_THERE = "which kernels do not have"
 NO_BRANCHES = (
     "{}: expected a function that does not branch on its arguments or on tensors' values (use torch.where), "

@@ -31,8 +31,6 @@ from .names import names_of
 from .operators import OPERATORS, Refused, Value, View, Writer, elements
 from .recording import LITERALS, NO_BRANCHES, NOT_THERE, IndexByTensors, Watch, Watched, changed_by, viewed_by
 
-__all__ = ["name_of", "trace"]
-
 ARGUMENTS = {
     "score_mod": ("score", "b", "h", "q_idx", "kv_idx"),
     "mask_mod": ("b", "h", "q_idx", "kv_idx"),

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["between_graphs"]
-
 
 def between_graphs() -> Any:
     """The module with the operations of this folder as calls that torch.compile does not follow.

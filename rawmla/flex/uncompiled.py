@@ -8,8 +8,6 @@ import torch
 
 from . import backward, create, forward
 
-__all__ = ["attend", "backpropagate", "make"]
-
 attend = torch.compiler.disable(forward.attend)
 backpropagate = torch.compiler.disable(backward.backpropagate)
 make = torch.compiler.disable(create.make)

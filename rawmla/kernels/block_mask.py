@@ -12,12 +12,6 @@ from .. import jit
 from ..jit.params import I32, I64, POINTER, ParamStruct, bytes_type, changing
 from .common import ceil_div
 
-__all__ = [
-    *("LISTS_PARAMS", "LISTS_SPEC", "NO_LISTS", "RANKS_PARAMS", "RANKS_SPEC", "SCATTER_PARAMS"),
-    *("SCATTER_SPEC", "BlockLists", "Grid", "ListAddresses", "Where", "lists", "ranks", "scatter"),
-    *("states", "states_params"),
-]
-
 _STATES_THREADS = 256
 _WARPS = 4
 _CTAS = 2048

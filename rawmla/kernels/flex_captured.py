@@ -17,11 +17,6 @@ from .mha_backward_variants import BLOCK_ROWS
 if TYPE_CHECKING:
     from .mha_backward import BackwardCall, BackwardMods
 
-__all__ = [
-    *("CAPTURED_FINISH_PARAMS", "CAPTURED_KEYS", "FINISH_SPEC", "CapturedGradient", "PreparedCaptured"),
-    *("captured_spec", "terms_log2"),
-]
-
 CAPTURED_KEYS = 128
 """Keys of a tile of flex_captured_gradients.cu."""
 _CAPTURED_THREADS = 384

@@ -16,9 +16,7 @@ from ..call.autograd import attend as attend_with_graph
 from ..kernels.mha_backward_variants import Needs
 from . import backward, forward
 from .arguments import fresh_out_strides, packed_parts, walked
-from .records import DenseArrays, DenseOptions, Gradients, Packing, options_of
-
-__all__ = ["WHAT", "attend", "options_of"]
+from .records import DenseArrays, DenseOptions, Gradients, Packing
 
 WHAT = "dense attention"
 

@@ -17,8 +17,6 @@ from ..mha.prefix_arrays import PrefixArrays, PrefixOptions
 from ..mha.records import DenseArrays, DenseOptions, Gradients, Packing
 from .registration import call_with_out
 
-__all__ = ["attend", "backpropagate", "options_of", "prefill"]
-
 _ops = torch.ops.rawmla
 
 

@@ -16,11 +16,6 @@ from ..mla.plan import FlashMLASchedMeta, SchedConfig
 from ..mla.sparse_decode import ExtraCache
 from .registration import call_with_out
 
-__all__ = [
-    *("compute_plan", "convert", "decode", "decode_sparse", "dequantize", "gather", "merge", "prefill"),
-    *("quantize", "write"),
-]
-
 _ops = torch.ops.rawmla
 
 

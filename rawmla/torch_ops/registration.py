@@ -24,8 +24,6 @@ from .. import jit
 from ..call.frameworks import WITH_BACKWARD
 from ..stand_ins import Described, NoFramework
 
-__all__ = ["NoExample", "call_with_out", "empty_lse", "example", "register", "register_with_out"]
-
 LIBRARY = torch.library.Library("rawmla", "DEF")
 
 # Kernels look at strides, so inputs must come as they were traced.

@@ -6,15 +6,6 @@ from collections.abc import Callable
 from inspect import Parameter, Signature, signature
 from typing import Any, NoReturn
 
-__all__ = [
-    "MEGA_ATTENTION",
-    "check_kv_format",
-    "refuse_descales",
-    "refuse_fp8_q",
-    "refuse_other_records",
-    "refused",
-]
-
 # Bytes of a cache record -> whose it is, as sgl-flash-mla 1.0.0 and vLLM 0.33 document `k_cache`; what helps.
 _OTHER_RECORDS = {
     528: (
