@@ -27,12 +27,8 @@ class Memo(dict[Any, Value]):
     made with `shared=True`.
     """
 
-    latest: tuple[Any, Any]
-    """The key and the value of the latest look-up, for callers that note it."""
-
     def __init__(self, *, shared: bool = False) -> None:
         super().__init__()
-        self.latest = None, None
         if shared:
             _shared.append(self)
 
@@ -48,7 +44,6 @@ def clear_all() -> None:
     """Forget every kind of call, and what their launches keep alive. Results do not change."""
     for memo in _shared:
         memo.clear()
-        memo.latest = None, None
 
 
 def kind_of(view: Fields | None) -> tuple[Any, ...] | None:

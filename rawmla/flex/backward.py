@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from math import prod
 from typing import Any, NamedTuple
 
@@ -12,7 +11,6 @@ from ..call.checks import as_bool, as_scale, check_kind
 from ..call.frameworks import NewArray, aligned_strides
 from ..call.memo import Memo
 from ..kernels import mha_backward
-from ..kernels.common import ceil_div
 from ..kernels.flex_captured import CapturedGradient
 from ..kernels.mha_backward import BackwardAddresses, BackwardCall, BackwardMods
 from ..kernels.mha_backward_variants import ALL, BLOCK_ROWS, Needs
@@ -31,7 +29,7 @@ from .arrays import (
 from .block_lists import Q_LISTS
 from .block_mask import lacks_columns, read_mask, with_columns
 from .functions import Bound, as_reading, bound, check_on_device, header_of, packed_of, within_blocks
-from .lists import Blocks, GivenLists, check_lists, launch_lists, read_lists
+from .lists import Checked, GivenLists, Prepared, check_lists, launch_lists, read_lists
 from .mods import Reading, reading_of
 from .traced import between_graphs
 
@@ -162,33 +160,10 @@ def _gradients_of(score: Reading | None) -> tuple[Captured, list[str]]:
     return tuple([(tuple(arrays[i].shape), captures[i].dtype) for i in places]), names
 
 
-class _Checked(NamedTuple):
-    """Facts that follow from the arrays of a call, which passed the checks."""
-
-    call: BackwardCall  # without functions, with the default scale and all gradients
-    copied: tuple[bool | str, ...]
-    """How query, key, value, out and grad_out are copied first, see `rawmla.flex.arrays.addresses_of`."""
-    blocks: Blocks | None
-    scores: bool
-    mixes_frameworks: bool
-    calls: Memo[_Prepared]
+_checked: Memo[Checked] = Memo(shared=True)
 
 
-class _Prepared(NamedTuple):
-    """How to run one kind of call: an allocator for its results, and a prepared launch."""
-
-    allocate: Callable[[], list[Any]]
-    """Makes what is needed of dq, dk, dv and the captured gradients, and the scratch, or None."""
-    launch: Callable[..., None] | None
-    """Enqueues the kernels, as `PreparedMhaBackward.launch`; None: all gradients are 0."""
-    lists_start: int
-    """Where in the scratch lists of other blocks begin."""
-
-
-_checked: Memo[_Checked] = Memo(shared=True)
-
-
-def _check(views: Arrays, lists: GivenLists | None, enable_gqa: bool) -> _Checked:
+def _check(views: Arrays, lists: GivenLists | None, enable_gqa: bool) -> Checked:
     """Check the arrays of a call against each other."""
     q, k, v, *others = views
     for name, view in (("key", k), ("value", v)):
@@ -220,11 +195,11 @@ def _check(views: Arrays, lists: GivenLists | None, enable_gqa: bool) -> _Checke
     blocks = check_lists(lists, forward, q[5], (BLOCK_ROWS, _MOST_KEYS), _SCRATCH_STEP)
     mixed = mixes_frameworks((*views, *(lists.views if lists else ())), q[5])
     copied = (*copied, is_copied["out"], is_copied["grad_out"])
-    return _Checked(call, copied, blocks, has_scores(forward), mixed, Memo())
+    return Checked(call, copied, blocks, has_scores(forward), mixed, Memo())
 
 
 def _prepare(
-    checked: _Checked,
+    checked: Checked,
     views: Arrays,
     score: Bound | None,
     mask: Bound | None,
@@ -232,7 +207,7 @@ def _prepare(
     deterministic: bool,
     captured: Captured,
     needs: Needs,
-) -> _Prepared:
+) -> Prepared:
     """Load the kernels of a call and work out their parameters."""
     device, framework = views.query[4], views.query[5]
     results: list[NewArray] = [
@@ -242,9 +217,8 @@ def _prepare(
     ]
     results += captured
     if not checked.scores:
-        return _Prepared(framework.allocator(results, 0, device), None, 0)
+        return Prepared(framework.allocator(results, 0, device), None)
     blocks = checked.blocks
-    recut = blocks and blocks.recut
     backward = score and score.form.frame.mod.backward
     sites = backward.sites if backward else ()
     mods = BackwardMods(
@@ -259,6 +233,4 @@ def _prepare(
     )
     call = checked.call._replace(softmax_scale=scale, deterministic=deterministic, needs=needs, mods=mods)
     prepared = mha_backward.PreparedMhaBackward(call, framework.capture_query(device))
-    lists_start = ceil_div(prepared.scratch_bytes, _SCRATCH_STEP) * _SCRATCH_STEP
-    scratch_bytes = lists_start if recut is None else recut.places(lists_start)[-1]
-    return _Prepared(framework.allocator(results, scratch_bytes, device), prepared.launch, lists_start)
+    return Prepared.of(prepared, results, blocks, _SCRATCH_STEP, views.query)

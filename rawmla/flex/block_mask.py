@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Callable, Sequence
 from math import prod
@@ -56,16 +57,7 @@ def and_masks(*mask_mods: Mask) -> Mask:
     -----
     Calls none of them, allocates and enqueues nothing.
     """
-    _check_callable(mask_mods, "&&")
-
-    def both(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        result: Any = True
-        for number, mask_mod in enumerate(mask_mods):
-            one = mask_mod(b, h, q_idx, kv_idx)
-            result = result & one if number else one
-        return result
-
-    return both
+    return _joined(mask_mods, operator.and_, True, "&&")
 
 
 def or_masks(*mask_mods: Mask) -> Mask:
@@ -90,25 +82,26 @@ def or_masks(*mask_mods: Mask) -> Mask:
     -----
     Calls none of them, allocates and enqueues nothing.
     """
-    _check_callable(mask_mods, "||")
-
-    def either(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
-        result: Any = False
-        for number, mask_mod in enumerate(mask_mods):
-            one = mask_mod(b, h, q_idx, kv_idx)
-            result = result | one if number else one
-        return result
-
-    return either
+    return _joined(mask_mods, operator.or_, False, "||")
 
 
-def _check_callable(mask_mods: Sequence[Any], operator: str) -> None:
+def _joined(mask_mods: Sequence[Any], join: Callable[[Any, Any], Any], of_none: bool, in_text: str) -> Mask:
+    """The mask function that joins results; ``of_none`` is the result where there is no function."""
     for i, mask_mod in enumerate(mask_mods):
         if not callable(mask_mod):
             raise TypeError(
                 f"mask_mods[{i}]: expected a Python function, got {show(mask_mod)}; join CUDA text by "
-                f"{operator}"
+                f"{in_text}"
             )
+
+    def joined(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        result: Any = of_none
+        for number, mask_mod in enumerate(mask_mods):
+            one = mask_mod(b, h, q_idx, kv_idx)
+            result = join(result, one) if number else one
+        return result
+
+    return joined
 
 
 class BlockMask:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ..call.arrays import needs_gradient, read_given
@@ -10,8 +9,7 @@ from ..call.checks import as_bool, as_scale, show
 from ..call.frameworks import Fields, NewArray
 from ..call.memo import Memo
 from ..kernels import mha_forward
-from ..kernels.common import ceil_div
-from ..kernels.mha_forward import MhaForwardCall, Mods
+from ..kernels.mha_forward import Mods
 from ..kernels.mha_forward_variants import tile_in_blocks
 from ..mha.arguments import fresh_out_strides
 from .arrays import (
@@ -26,7 +24,7 @@ from .arrays import (
 from .block_lists import LISTS
 from .block_mask import read_mask
 from .functions import IDENTITY, Bound, as_reading, bound, header_of, packed_of, reads_gradient, within_blocks
-from .lists import Blocks, GivenLists, check_lists, launch_lists, read_lists
+from .lists import Checked, GivenLists, Prepared, check_lists, launch_lists, read_lists
 from .mods import reading_of
 
 
@@ -187,51 +185,28 @@ def check_options(options: dict[str, Any] | None) -> None:
 _Views = tuple[Fields, Fields, Fields, Fields | None]
 
 
-class _Checked(NamedTuple):
-    """Facts that follow from the arrays of a call, which passed the checks."""
-
-    call: MhaForwardCall  # without functions, with the default scale
-    copied: tuple[bool | str, ...]
-    """How query, key and value are copied first, see `rawmla.flex.arrays.addresses_of`."""
-    blocks: Blocks | None
-    scores: bool
-    mixes_frameworks: bool
-    calls: Memo[_Prepared]
+_checked: Memo[Checked] = Memo(shared=True)
 
 
-class _Prepared(NamedTuple):
-    """How to run one kind of call: an allocator for its results, and a prepared launch."""
-
-    allocate: Callable[[], list[Any]]
-    """Makes out, unless it is given, lse and max_scores where they are wanted, and the scratch, or None."""
-    launch: Callable[..., None] | None
-    """Enqueues the kernel; None without queries."""
-    lists_start: int
-    """Where in the scratch lists of other blocks begin."""
-
-
-_checked: Memo[_Checked] = Memo(shared=True)
-
-
-def _check(views: _Views, lists: GivenLists | None, enable_gqa: bool) -> _Checked:
+def _check(views: _Views, lists: GivenLists | None, enable_gqa: bool) -> Checked:
     """Check the arrays of a call against each other."""
     q, k, v, out = views
     call, copied = check_arrays(q, k, v, out, enable_gqa)
     tile = tile_in_blocks(call.d_qk, call.d_v)
     blocks = check_lists(lists, call, q[5], (tile.rows, tile.keys), _SCRATCH_STEP)
     mixed = mixes_frameworks((*views, *(lists.views if lists else ())), q[5])
-    return _Checked(call, copied, blocks, has_scores(call), mixed, Memo())
+    return Checked(call, copied, blocks, has_scores(call), mixed, Memo())
 
 
 def _prepare(
-    checked: _Checked,
+    checked: Checked,
     views: _Views,
     score: Bound | None,
     mask: Bound | None,
     scale: float,
     wants_lse: bool,
     wants_max: bool,
-) -> _Prepared:
+) -> Prepared:
     """Load the kernels of a call and work out their parameters."""
     call, blocks = checked.call, checked.blocks
     q, _, _, out = views
@@ -242,7 +217,7 @@ def _prepare(
         results.append(((*rows, call.d_v), call.dtype, fresh_out_strides(q, call.d_v)))
     results += [(rows, "float32")] * (wants_lse + wants_max)
     if not call.b or not call.max_seqlen_q:
-        return _Prepared(framework.allocator(results, 0, device), None, 0)
+        return Prepared(framework.allocator(results, 0, device), None)
     recut = blocks and blocks.recut
     mods = Mods(
         header=header_of(score and score.form.frame.mod, mask and mask.form.frame.mod),
@@ -256,6 +231,4 @@ def _prepare(
     prepared = mha_forward.PreparedMhaForward(
         call._replace(softmax_scale=scale, mods=mods), framework.capture_query(device)
     )
-    lists_start = ceil_div(prepared.scratch_bytes, _SCRATCH_STEP) * _SCRATCH_STEP
-    scratch_bytes = lists_start if recut is None else recut.places(lists_start)[-1]
-    return _Prepared(framework.allocator(results, scratch_bytes, device), prepared.launch, lists_start)
+    return Prepared.of(prepared, results, blocks, _SCRATCH_STEP, views[0])

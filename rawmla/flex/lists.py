@@ -10,7 +10,7 @@ from weakref import ref
 from .. import jit
 from ..call.arrays import READERS, address_of
 from ..call.checks import show
-from ..call.frameworks import Fields, Framework, aligned_strides
+from ..call.frameworks import Fields, Framework, NewArray, aligned_strides
 from ..call.memo import Memo
 from ..kernels import block_mask as kernels
 from ..kernels.block_mask import BlockLists, Grid, ListAddresses
@@ -340,3 +340,34 @@ def _stepped(strides: tuple[int, ...], shape: tuple[int, ...]) -> Strides:
     steps = [0 if extent == 1 else step for extent, step in zip(shape, strides, strict=True)]
     batch, head, row = (0, 0, *steps)[-3:]
     return batch, head, row
+
+
+class Prepared(NamedTuple):
+    """How to run one kind of call: an allocator for its results, and a prepared launch."""
+
+    allocate: Callable[[], list[Any]]
+    """Makes the results that are wanted and not given, and the scratch, or None."""
+    launch: Callable[..., None] | None
+    """Enqueues the kernels; None where nothing is to be computed."""
+    lists_start: int = 0
+    """Where in the scratch lists of other blocks begin."""
+
+    @classmethod
+    def of(cls, call: Any, results: list[NewArray], blocks: Blocks | None, step: int, q: Fields) -> Prepared:
+        """Take a host twin's launch, and add room for lists at a multiple of ``step`` bytes."""
+        device, framework = q[4], q[5]
+        start = ceil_div(call.scratch_bytes, step) * step
+        end = start if blocks is None or blocks.recut is None else blocks.recut.places(start)[-1]
+        return cls(framework.allocator(results, end, device), call.launch, start)
+
+
+class Checked(NamedTuple):
+    """Facts that follow from the arrays of a call, which passed the checks."""
+
+    call: Any  # MhaForwardCall or BackwardCall, without functions, with the default scale, all gradients
+    copied: tuple[bool | str, ...]
+    """How arrays are copied first, see `rawmla.flex.arrays.addresses_of`."""
+    blocks: Blocks | None
+    scores: bool
+    mixes_frameworks: bool
+    calls: Memo[Prepared]
