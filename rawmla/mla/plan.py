@@ -126,18 +126,13 @@ their fields differently from bare rows.
 
 
 class PreparedDecode(NamedTuple):
-    """The work of one kind of decode call, whose arrays and numbers passed all checks."""
+    """The fields of a `PreparedCall`, its plan's number of partitions, and the call as plans know it."""
 
     allocate: Callable[[], list[Any]]
-    """Makes the results that the caller did not give, in order, and the scratch, or None, after them."""
     launch: Callable[..., None] | None
-    """Enqueues the kernels: (stream, addresses, address of the scratch). None: there are no query tokens."""
     q_is_copied: bool
-    """Kernels cannot walk q, so they attend a contiguous copy."""
     rope_bytes: int
-    """Bytes from the first column of q to its RoPE columns, unless these are an array of their own."""
     mixes_frameworks: bool
-    """Some arrays are of another framework than q."""
     num_parts: int
     config: SchedConfig
     config_fields: tuple[Any, ...]
