@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from decode_fakes import FakeFramework, contiguous
 
-from rawmla.call.arguments import Arg, Sizes, check_arguments, check_places, mixes_frameworks
+from rawmla.call.arguments import Arg, Sizes, check_arguments, check_once, check_places, mixes_frameworks
 
 TABLE = (
     Arg("q", "bfloat16 float16", "b s_q h_q 64"),
@@ -97,3 +97,38 @@ def test_arrays_of_other_frameworks_are_on_the_stream_of_the_first() -> None:
     check_places(views(k=view((3, 5, 64), framework=same)))
     with pytest.raises(ValueError, match="^lengths: expected a fake array, as q is, or one of a framework"):
         check_places(views(lengths=view((3,), "int32", framework=other)))
+
+
+def test_arrays_of_a_kind_are_checked_once() -> None:
+    checked: list[tuple[int, str]] = []
+
+    def check(given: dict[str, Any], option: str) -> int:
+        checked.append((given["x"][0], option))
+        if option == "bad":
+            raise ValueError("x: refused")
+        return len(checked)
+
+    def at(address: int) -> dict[str, Any]:
+        return {"x": (address, *view((3, 4))[1:]), "y": None}
+
+    assert [check_once(check, at(address), "good") for address in (0x1000, 0x2000, 0x3010)] == [1, 1, 1]
+    assert check_once(check, at(0x1008), "good") == 2  # another alignment
+    assert check_once(check, at(0x1000), "other") == 3
+    for _ in range(2):  # what is refused is not kept
+        with pytest.raises(ValueError, match="^x: refused$"):
+            check_once(check, at(0x1000), "bad")
+    assert [option for _, option in checked] == ["good", "good", "other", "bad", "bad"]
+
+
+def test_streams_are_checked_every_time() -> None:
+    other = FakeFramework("other")
+    given = views(k=view((3, 5, 64), framework=other))
+    for _ in range(2):
+        check_once(accept, given)
+    other.stream += 1
+    with pytest.raises(ValueError, match="^k: expected a fake array, as q is"):
+        check_once(accept, given)
+
+
+def accept(given: dict[str, Any]) -> None:
+    """Accept any arrays."""

@@ -56,8 +56,7 @@ def read_pair(q: tuple[Any, ...]) -> tuple[Fields, Fields]:
 def check_q(arrays: Mapping[str, Any], dims: str, dtypes: str, reason: str = "") -> Sizes:
     """Check the q of a call, and that all arrays are on its device; returns the extents of q.
 
-    ``arrays`` are by the names of the arguments. d_qk counts the columns of both arrays of a
-    pair.
+    ``arrays`` are by the names of the arguments. d_qk counts the columns of both arrays of a pair.
     """
     q, q_rope = arrays["q"], arrays["q_rope"]
     sizes = Sizes()
@@ -193,7 +192,6 @@ class PagedCache(NamedTuple):
     """
 
     format: CacheFormat
-    ptr: int
     num_blocks: int
     page_block_size: int
     block_stride: int
@@ -250,7 +248,7 @@ def check_paged_cache(
             f"negative and tokens less than 4 GiB apart, got address {ptr:#x}, strides {list(strides)} "
             f"(elements) of shape {list(shape)}"
         )
-    return PagedCache(format, ptr, shape[0], shape[1], block_bytes, row_bytes, alignment)
+    return PagedCache(format, shape[0], shape[1], block_bytes, row_bytes, alignment)
 
 
 def check_sparse_cache(name: str, view: Fields, d_qk: int, is_fp8_kvcache: bool) -> tuple[str, Cache, int]:

@@ -104,10 +104,6 @@ def prefill(
         call = call or _calls.keep(key, _prepare(arrays, *options))
         check_places(arrays)
     allocate, launch, q_is_copied, rope_bytes, _ = call
-    if launch is None:
-        *results, max_logits, lse, _ = allocate()
-        return (results[0] if results else out), max_logits, lse
-
     if q_is_copied:
         q_array = framework.contiguous_copy(q_array, "q")
         q_ptr = framework.pointer(q_array)
@@ -118,6 +114,9 @@ def prefill(
     else:
         max_logits, lse, scratch = allocate()
         out_ptr = out_view[0]
+    if launch is None:
+        return out, max_logits, lse
+
     addresses = PrefillAddresses(
         q_ptr, q_rope_ptr, kv_ptr, index_ptr, 0 if length_view is None else length_view[0],
         0 if sink_view is None else sink_view[0], out_ptr, framework.pointer(max_logits),
