@@ -47,12 +47,12 @@ def check_arguments(
 ) -> Sizes:
     """Check arrays by name against a table; returns ``sizes`` with the extents of their dimensions.
 
-    An array that is None is left out: readers have refused it where it is needed. ``aliases`` has the names
-    that a user knows arrays by, where they differ.
+    An array that is not there is left out: readers have refused None where it is needed. ``aliases`` has the
+    names that a user knows arrays by, where they differ.
     """
     sizes = Sizes() if sizes is None else sizes
     for argument, dtypes, dims, has_rows in table:
-        view = views[argument]
+        view = views.get(argument)
         if view is None:
             continue
         name = aliases.get(argument, argument)
