@@ -689,3 +689,55 @@ class TestMerge:
         empty = [Array((2, 0, 8, 512), "float16")], [Array((2, 8, 0), "float32")]
         out, lse = rawmla.merge_attn_states(*empty)
         assert out.shape == (2, 0, 8, 512) and lse.shape == (2, 8, 0) and not world.launches
+
+
+FUNCTIONS = (
+    ("quantize_k_cache", quantize_arguments),
+    ("dequantize_k_cache", dequantize_arguments),
+    ("write_kv_cache", write_arguments),
+    ("gather_kv_cache", gather_arguments),
+    ("convert_indices", convert_arguments),
+    ("merge_attn_states", merge_arguments),
+)
+
+
+def moved(value: Any) -> Any:
+    """Arrays of the same kinds at other addresses."""
+    if isinstance(value, list):
+        return [moved(one) for one in value]
+    return value.but(ptr=value.ptr + 0x100000) if isinstance(value, Array) else value
+
+
+def addresses(value: Any) -> set[int]:
+    """Every integer in the arguments of a launch."""
+    if isinstance(value, int):
+        return {value}
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    return set().union(*map(addresses, value)) if isinstance(value, (tuple, list)) else set()
+
+
+@pytest.mark.parametrize(("function", "make"), FUNCTIONS)
+class TestRepeatedCalls:
+    def test_addresses_are_those_of_the_call(
+        self, world: World, function: str, make: Callable[[], Arguments]
+    ) -> None:
+        given = make()
+        getattr(rawmla, function)(**given)
+        getattr(rawmla, function)(**{name: moved(value) for name, value in given.items()})
+        arrays_given = [
+            x for value in given.values() for x in (value if isinstance(value, list) else [value])
+        ]
+        pointers = {x.ptr for x in arrays_given if isinstance(x, Array)}
+        first, second = map(addresses, world.launches)
+        assert pointers <= first and {pointer + 0x100000 for pointer in pointers} <= second
+
+    def test_another_kind_is_checked(
+        self, world: World, function: str, make: Callable[[], Arguments]
+    ) -> None:
+        getattr(rawmla, function)(**make())
+        for name, value in make().items():
+            if isinstance(value, Array):
+                with pytest.raises(ValueError, match=f"^{name}: "):
+                    getattr(rawmla, function)(**{**make(), name: value.but(shape=(*value.shape, 1))})
+        assert len(world.launches) == 1

@@ -9,11 +9,12 @@ strides that a kernel takes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
 
 from .checks import check_place, usable_strides
 from .frameworks import Fields
+from .memo import Memo
 
 
 class Sizes(dict[str, int]):
@@ -46,12 +47,12 @@ def check_arguments(
 ) -> Sizes:
     """Check arrays by name against a table; returns ``sizes`` with the extents of their dimensions.
 
-    An array that is None is left out: readers have refused it where it is needed. ``aliases`` has the names
-    that a user knows arrays by, where they differ.
+    An array that is not there is left out: readers have refused None where it is needed. ``aliases`` has the
+    names that a user knows arrays by, where they differ.
     """
     sizes = Sizes() if sizes is None else sizes
     for argument, dtypes, dims, has_rows in table:
-        view = views[argument]
+        view = views.get(argument)
         if view is None:
             continue
         name = aliases.get(argument, argument)
@@ -118,3 +119,21 @@ def check_places(views: Mapping[str, Fields | None], aliases: Mapping[str, str] 
 def mixes_frameworks(views: Mapping[str, Fields | None]) -> bool:
     """Whether arrays are of more than one framework, so that every call has to check their streams."""
     return len({view[5] for view in views.values() if view is not None}) > 1
+
+
+_passed: Memo[tuple[Any, bool]] = Memo(shared=True)
+
+
+def check_once(check: Callable[..., Any], views: dict[str, Any], *options: Any) -> Any:
+    """Check arrays by name, unless arrays of these kinds passed before; returns the result of ``check``.
+
+    ``check`` takes the arrays and the options. Its result may depend on the alignment of an address alone.
+    """
+    key = (check, options, *[view and (view[0] & 15, view[1:6]) for view in views.values()])
+    found = _passed.get(key)
+    if found is None:
+        found = _passed.keep(key, (check(views, *options), mixes_frameworks(views)))
+    result, is_mixed = found
+    if is_mixed:
+        check_places(views)
+    return result

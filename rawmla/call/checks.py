@@ -33,6 +33,8 @@ def as_bool(name: str, value: Any) -> bool:
 
 def as_int(name: str, value: Any) -> int:
     """`value` if it is an integer (Python's or NumPy's)."""
+    if value.__class__ is int:
+        return value
     if not isinstance(value, (bool, np.bool_)) and isinstance(value, (int, np.integer)):
         return index(value)
     raise TypeError(f"{name}: expected an int, got {show(value)}")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
-from ..call.arguments import Sizes, check_dtype, check_places, check_shape, row_strides
+from ..call.arguments import Sizes, check_dtype, check_places, check_shape, mixes_frameworks, row_strides
 from ..call.arrays import READERS
 from ..call.checks import INT32_MAX, as_int, check_no_overlap, strides_fit, usable_strides
 from ..call.frameworks import Fields, NewArray, contiguous_strides
@@ -56,8 +56,7 @@ def read_pair(q: tuple[Any, ...]) -> tuple[Fields, Fields]:
 def check_q(arrays: Mapping[str, Any], dims: str, dtypes: str, reason: str = "") -> Sizes:
     """Check the q of a call, and that all arrays are on its device; returns the extents of q.
 
-    ``arrays`` are by the names of the arguments. d_qk counts the columns of both arrays of a
-    pair.
+    ``arrays`` are by the names of the arguments. d_qk counts the columns of both arrays of a pair.
     """
     q, q_rope = arrays["q"], arrays["q_rope"]
     sizes = Sizes()
@@ -107,20 +106,10 @@ def q_strides(q: Fields, q_rope: Fields | None, d_qk: int) -> QStrides:
         usable = usable_strides(shape, contiguous_strides(shape))[:-1] if walked is None else walked
         _check_reach("q", q, usable)
         return QStrides(usable, usable, walked is None, rope_bytes)
-    pair = []
-    for name, view in (("q", q), ("q_rope", q_rope)):
-        walked = _walked(view)
-        if walked is None:
-            ptr, _, strides, *_ = view
-            raise ValueError(
-                f"{name}: expected, in a pair, a 16-byte aligned address, a contiguous last dimension and "
-                f"other strides that are positive multiples of 8, got address {ptr:#x}, strides "
-                f"{list(strides)} (elements)"
-            )
-        _check_reach(name, view, walked)
-        pair.append(walked)
-    of_q, of_rope = pair
-    return QStrides(of_q, of_rope, False, rope_bytes)
+    pair = [walk(name, view, ", in a pair,") for name, view in (("q", q), ("q_rope", q_rope))]
+    _check_reach("q", q, pair[0])
+    _check_reach("q_rope", q_rope, pair[1])
+    return QStrides(pair[0], pair[1], False, rope_bytes)
 
 
 def _check_reach(name: str, q: Fields, strides: tuple[int, ...]) -> None:
@@ -142,6 +131,19 @@ def _walked(view: Fields) -> tuple[int, ...] | None:
     return usable[:-1] if usable[-1] == 1 and fits else None
 
 
+def walk(name: str, view: Fields, reason: str = "") -> tuple[int, ...]:
+    """Check that kernels can walk an array; returns its strides but the last."""
+    walked = _walked(view)
+    if walked is None:
+        ptr, shape, strides, *_ = view
+        raise ValueError(
+            f"{name}: expected{reason} a 16-byte aligned address, a contiguous last dimension and other "
+            f"strides that are positive multiples of 8, below 2**39 (TMA), got address {ptr:#x}, shape "
+            f"{list(shape)}, strides {list(strides)} (elements)"
+        )
+    return walked
+
+
 def out_of(q: Fields, out: Fields | None) -> tuple[list[NewArray], tuple[int, ...]]:
     """List `out` as an array to be made, unless it is given; returns its strides but the last, too.
 
@@ -151,17 +153,36 @@ def out_of(q: Fields, out: Fields | None) -> tuple[list[NewArray], tuple[int, ..
         _, q_shape, _, dtype, *_ = q
         made = (*q_shape[:-1], D_V)
         return [(made, dtype)], contiguous_strides(made)[:-1]
-    ptr, shape, strides, *_ = out
+    _, shape, strides, *_ = out
     if 0 in shape:
         return [], usable_strides(shape, strides)[:-1]
-    walked = _walked(out)
-    if walked is None:
-        raise ValueError(
-            "out: expected a 16-byte aligned address, a contiguous last dimension and other strides that are "
-            f"positive multiples of 8, got address {ptr:#x}, strides {list(strides)} (elements)"
-        )
+    walked = walk("out", out)
     check_no_overlap("out", shape, (*walked, 1))
     return [], walked
+
+
+class PreparedCall(NamedTuple):
+    """The work of one kind of call, whose arrays and numbers passed all checks."""
+
+    allocate: Callable[[], list[Any]]
+    """Makes the results that the caller did not give, in order, and the scratch, or None, after them."""
+    launch: Callable[..., None] | None
+    """Enqueues the kernels: (stream, addresses, address of the scratch). None: there are no query tokens."""
+    q_is_copied: bool
+    rope_bytes: int
+    """Both as in `QStrides`."""
+    mixes_frameworks: bool
+    """Some arrays are of another framework than q."""
+
+
+def prepared_call(
+    arrays: Mapping[str, Any], strides: QStrides, results: list[NewArray], kernels: Any
+) -> PreparedCall:
+    """Prepare a call that launches ``kernels``, which have `scratch_bytes` and `launch`, or None."""
+    _, _, _, _, device, framework, _ = arrays["q"]
+    scratch_bytes, launch = (0, None) if kernels is None else (kernels.scratch_bytes, kernels.launch)
+    allocate = framework.allocator(results, scratch_bytes, device)
+    return PreparedCall(allocate, launch, strides.is_copied, strides.rope_bytes, mixes_frameworks(arrays))
 
 
 class PagedCache(NamedTuple):
@@ -171,7 +192,6 @@ class PagedCache(NamedTuple):
     """
 
     format: CacheFormat
-    ptr: int
     num_blocks: int
     page_block_size: int
     block_stride: int
@@ -228,7 +248,7 @@ def check_paged_cache(
             f"negative and tokens less than 4 GiB apart, got address {ptr:#x}, strides {list(strides)} "
             f"(elements) of shape {list(shape)}"
         )
-    return PagedCache(format, ptr, shape[0], shape[1], block_bytes, row_bytes, alignment)
+    return PagedCache(format, shape[0], shape[1], block_bytes, row_bytes, alignment)
 
 
 def check_sparse_cache(name: str, view: Fields, d_qk: int, is_fp8_kvcache: bool) -> tuple[str, Cache, int]:

@@ -9,6 +9,7 @@ from ..call.arguments import (
     Sizes,
     check_arguments,
     check_dtype,
+    check_once,
     check_places,
     check_shape,
     row_strides,
@@ -38,15 +39,11 @@ def quantize(k_cache: Any, layout: str, out: Any) -> Any:
     """Run `rawmla.quantize_k_cache`."""
     format = _quantized_format(layout)
     source = inspect(k_cache, "k_cache")
-    sizes = Sizes()
-    check_dtype("k_cache", source, "bfloat16")
-    check_shape("k_cache", source, f"num_blocks page_block_size 1 {format.d_qk}", sizes)
-    num_blocks, page = sizes["num_blocks"], sizes["page_block_size"]
-    if not page:
-        raise ValueError(f"k_cache: expected page_block_size at least 1, got shape {list(source.shape)}")
-    _check_size("k_cache", source, 0)
-    block_step, token_step, _ = _int32_strides("k_cache", source)
-    if out is None:
+    target = None if out is None else inspect(out, "out")
+    views = {"k_cache": source, "out": target}
+    block_step, token_step, are_aligned, block_stride = check_once(_check_quantize, views, format)
+    num_blocks, page = source.shape[:2]
+    if target is None:
         padded = padded_block_bytes(format, page)
         if padded > INT32_MAX:
             raise ValueError(
@@ -56,11 +53,7 @@ def quantize(k_cache: Any, layout: str, out: Any) -> Any:
         out = blocks[:, : page * format.token_bytes].reshape(num_blocks, page, 1, format.token_bytes)
         ptr, block_stride = source.framework.pointer(blocks), padded
     else:
-        target = inspect(out, "out")
-        given = _paged_cache("out", target, format)
-        check_shape("out", target, f"num_blocks page_block_size 1 {format.token_bytes}", sizes)
-        check_places({"k_cache": source, "out": target})
-        ptr, block_stride = given.ptr, given.block_stride
+        ptr = target.ptr
     if num_blocks:
         mla_cache_write.launch(
             format,
@@ -78,16 +71,34 @@ def quantize(k_cache: Any, layout: str, out: Any) -> Any:
             num_slots=num_blocks * page,
             tokens=num_blocks * page,
             page_block_size=page,
-            sources_are_aligned=_rows_are_aligned(source, block_step, token_step),
+            sources_are_aligned=are_aligned,
         )
     return out
+
+
+def _check_quantize(views: dict[str, Any], format: CacheFormat) -> tuple[int, int, bool, int]:
+    """Find the strides of blocks and tokens of k_cache, whether rows are aligned, and the stride of out."""
+    source, target = views.values()
+    sizes = Sizes()
+    check_dtype("k_cache", source, "bfloat16")
+    check_shape("k_cache", source, f"num_blocks page_block_size 1 {format.d_qk}", sizes)
+    if not sizes["page_block_size"]:
+        raise ValueError(f"k_cache: expected page_block_size at least 1, got shape {list(source.shape)}")
+    _check_size("k_cache", source, 0)
+    block_step, token_step, _ = _int32_strides("k_cache", source)
+    block_stride = 0
+    if target is not None:
+        block_stride = _paged_cache("out", target, format).block_stride
+        check_shape("out", target, f"num_blocks page_block_size 1 {format.token_bytes}", sizes)
+    check_places(views)
+    return block_step, token_step, _rows_are_aligned(source, block_step, token_step), block_stride
 
 
 def dequantize(cache: Any, layout: str) -> Any:
     """Run `rawmla.dequantize_k_cache`."""
     format = _quantized_format(layout)
     source = inspect(cache, "cache")
-    given = _paged_cache("cache", source, format)
+    given = check_once(_check_cache, {"cache": source}, format)
     rows = given.num_blocks * given.page_block_size
     try:
         out = source.framework.empty((*source.shape[:3], format.d_qk), "bfloat16", source.device)
@@ -98,7 +109,7 @@ def dequantize(cache: Any, layout: str) -> Any:
             format,
             False,
             **launch_place(source),
-            cache=given.ptr,
+            cache=source.ptr,
             block_table=0,
             cache_seqlens=0,
             workspace_starts=0,
@@ -120,28 +131,19 @@ def dequantize(cache: Any, layout: str) -> Any:
 def write(kv_c: Any, k_pe: Any, kv_cache: Any, slot_mapping: Any) -> None:
     """Run `rawmla.write_kv_cache`."""
     target = inspect(kv_cache, "kv_cache")
-    given = _paged_cache("kv_cache", target)
-    format = given.format
     nope, rope, slots = inspect(kv_c, "kv_c"), inspect(k_pe, "k_pe"), inspect(slot_mapping, "slot_mapping")
     views = {"kv_cache": target, "kv_c": nope, "k_pe": rope, "slot_mapping": slots}
-    sizes = Sizes(d_rope=format.d_qk - format.d_nope)
-    of_cache = f" for a cache of {target.dtype} with last dimension {target.shape[3]}"
-    check_shape("kv_c", nope, f"T {format.d_nope}", sizes, of_cache)
-    check_arguments(_WRITE_TABLE, views, sizes)
-    check_places(views)
-    (nope_step,), (rope_step,) = _int32_strides("kv_c", nope), _int32_strides("k_pe", rope)
-    tokens = sizes["T"]
-    if tokens > INT32_MAX:
-        raise ValueError(f"kv_c: expected at most {INT32_MAX} tokens, got {tokens}")
+    given, nope_step, rope_step, are_aligned = check_once(_check_write, views)
+    tokens = nope.shape[0]
     if tokens:
         mla_cache_write.launch(
-            format,
+            given.format,
             **launch_place(target),
             kv_c=nope.ptr,
             k_pe=rope.ptr,
             slots=slots.ptr,
             slots_are_64bit=slots.dtype == "int64",
-            cache=given.ptr,
+            cache=target.ptr,
             kv_c_stride=nope_step,
             k_pe_stride=rope_step,
             source_block_stride=0,
@@ -150,8 +152,25 @@ def write(kv_c: Any, k_pe: Any, kv_cache: Any, slot_mapping: Any) -> None:
             num_slots=given.num_blocks * given.page_block_size,
             tokens=tokens,
             page_block_size=given.page_block_size,
-            sources_are_aligned=_rows_are_aligned(nope, nope_step) and _rows_are_aligned(rope, rope_step),
+            sources_are_aligned=are_aligned,
         )
+
+
+def _check_write(views: dict[str, Any]) -> tuple[PagedCache, int, int, bool]:
+    """Find the cache, the strides of kv_c and k_pe, and whether their rows are aligned."""
+    target, nope, rope, _ = views.values()
+    given = _paged_cache("kv_cache", target)
+    format = given.format
+    sizes = Sizes(d_rope=format.d_qk - format.d_nope)
+    of_cache = f" for a cache of {target.dtype} with last dimension {target.shape[3]}"
+    check_shape("kv_c", nope, f"T {format.d_nope}", sizes, of_cache)
+    check_arguments(_WRITE_TABLE, views, sizes)
+    check_places(views)
+    (nope_step,), (rope_step,) = _int32_strides("kv_c", nope), _int32_strides("k_pe", rope)
+    if sizes["T"] > INT32_MAX:
+        raise ValueError(f"kv_c: expected at most {INT32_MAX} tokens, got {sizes['T']}")
+    are_aligned = _rows_are_aligned(nope, nope_step) and _rows_are_aligned(rope, rope_step)
+    return given, nope_step, rope_step, are_aligned
 
 
 def gather(
@@ -159,8 +178,6 @@ def gather(
 ) -> None:
     """Run `rawmla.gather_kv_cache`."""
     source = inspect(kv_cache, "kv_cache")
-    given = _paged_cache("kv_cache", source)
-    d_qk = given.format.d_qk
     table, workspace = inspect(block_table, "block_table"), inspect(out, "out")
     requests = {
         "cache_seqlens": inspect(cache_seqlens, "cache_seqlens"),
@@ -168,22 +185,15 @@ def gather(
         "seq_starts": None if seq_starts is None else inspect(seq_starts, "seq_starts"),
     }
     views = {"kv_cache": source, "block_table": table, **requests, "out": workspace}
-    check_arguments(_GATHER_TABLE, views, Sizes(d_qk=d_qk))
-    check_places(views)
+    given, table_step, out_step = check_once(_check_gather, views)
     b, table_width = table.shape
-    if max(table.shape) > INT32_MAX:
-        raise ValueError(
-            f"block_table: expected shape [b, max_blocks], both below 2**31, got {list(table.shape)}"
-        )
-    (table_step,) = row_strides("block_table", table)
-    out_step = _workspace_stride(workspace)
     pointers: dict[str, Any] = {name: 0 if view is None else view.ptr for name, view in requests.items()}
     if b and workspace.shape[0]:
         mla_cache_gather.launch(
             given.format,
             True,
             **launch_place(source),
-            cache=given.ptr,
+            cache=source.ptr,
             block_table=table.ptr,
             **pointers,
             out=workspace.ptr,
@@ -199,12 +209,31 @@ def gather(
         )
 
 
+def _check_gather(views: dict[str, Any]) -> tuple[PagedCache, int, int]:
+    """Find the cache, and the strides of block_table and out."""
+    source, table, *_, workspace = views.values()
+    given = _paged_cache("kv_cache", source)
+    check_arguments(_GATHER_TABLE, views, Sizes(d_qk=given.format.d_qk))
+    check_places(views)
+    if max(table.shape) > INT32_MAX:
+        raise ValueError(
+            f"block_table: expected shape [b, max_blocks], both below 2**31, got {list(table.shape)}"
+        )
+    (table_step,) = row_strides("block_table", table)
+    return given, table_step, _workspace_stride(workspace)
+
+
 def _quantized_format(layout: Any) -> CacheFormat:
     if not isinstance(layout, str):
         raise TypeError(f"layout: expected 'v32' or 'model1', got {type(layout).__name__}")
     if layout not in QUANTIZED:
         raise ValueError(f"layout: expected 'v32' or 'model1', got {layout!r}")
     return QUANTIZED[layout]
+
+
+def _check_cache(views: dict[str, Any], format: CacheFormat) -> PagedCache:
+    ((name, view),) = views.items()
+    return _paged_cache(name, view, format)
 
 
 def _paged_cache(name: str, view: ArrayView, format: CacheFormat | None = None) -> PagedCache:

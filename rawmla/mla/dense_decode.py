@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..call.arguments import Arg, check_arguments, check_places, mixes_frameworks
+from ..call.arguments import Arg, check_arguments, check_places
 from ..call.arrays import READERS
-from ..call.checks import INT32_MAX, as_softmax_scale, strides_fit, usable_strides
+from ..call.checks import INT32_MAX, as_softmax_scale
 from ..call.frameworks import Fields
 from ..call.memo import Memo, kind_of
 from ..kernels import mla_dense_decode, mla_metadata
 from ..kernels.common import D_V, MAX_GRID_YZ, TILE_ROWS
 from ..kernels.mla_dense_decode import DenseDecodeCall, largest_dividend
-from .arguments import check_q, out_of, q_strides, read_pair
+from .arguments import check_q, out_of, prepared_call, q_strides, read_pair, walk
 from .plan import (
     GivenPlan,
     PreparedDecode,
@@ -149,9 +149,9 @@ def _prepare(
     holder, *_, batch_invariant = plan
     config = SchedConfig(b, s_q, h_q, page_block_size, h_kv, causal, enable_batch_invariant=batch_invariant)
     num_parts = check_plan(plan, config, device, framework)
-    scratch_bytes, launch = 0, None
+    kernels = None
     if b and s_q:
-        prepared = mla_dense_decode.PreparedDenseDecode(
+        kernels = mla_dense_decode.PreparedDenseDecode(
             DenseDecodeCall(
                 device=device,
                 dtype=dtype,
@@ -176,17 +176,8 @@ def _prepare(
             ),
             framework.capture_query(device),
         )
-        scratch_bytes, launch = prepared.scratch_bytes, prepared.launch
-    return PreparedDecode(
-        allocate=framework.allocator(results, scratch_bytes, device),
-        launch=launch,
-        q_is_copied=strides.is_copied,
-        rope_bytes=strides.rope_bytes,
-        mixes_frameworks=mixes_frameworks(arrays),
-        num_parts=num_parts,
-        config=config,
-        config_fields=fields_of(config),
-    )
+    work = prepared_call(arrays, strides, results, kernels)
+    return PreparedDecode(*work, num_parts, config, fields_of(config))
 
 
 def _check_heads(s_q: int, h_q: int, h_kv: int) -> None:
@@ -208,7 +199,7 @@ def _check_heads(s_q: int, h_q: int, h_kv: int) -> None:
 
 def _check_pages(k_cache: Fields) -> tuple[int, ...]:
     """Check the pages of the cache; returns its strides but the last."""
-    ptr, shape, strides, *_ = k_cache
+    _, shape, *_ = k_cache
     num_blocks, page_block_size, _, _ = shape
     if page_block_size & 63 and page_block_size not in (16, 32) or not 0 < page_block_size <= INT32_MAX:
         raise ValueError(
@@ -217,13 +208,7 @@ def _check_pages(k_cache: Fields) -> tuple[int, ...]:
         )
     if not num_blocks:
         raise ValueError(f"k_cache: expected at least 1 block, got shape {list(shape)}")
-    usable = usable_strides(shape, strides)
-    if not strides_fit(ptr, shape, usable):
-        raise ValueError(
-            "k_cache: expected a 16-byte aligned address and strides that are positive multiples of 8 "
-            f"elements (TMA), got address {ptr:#x}, shape {list(shape)}, strides {list(strides)} (elements)"
-        )
-    return usable[:-1]
+    return walk("k_cache", k_cache)
 
 
 def _max_seqlen(max_blocks: int, page_block_size: int) -> int:

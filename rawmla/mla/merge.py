@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..call.arguments import Arg, check_arguments, check_dtype, check_places, row_strides
+from ..call.arguments import Arg, check_arguments, check_dtype, check_once, check_places, row_strides
 from ..call.arrays import ArrayView, inspect
 from ..call.checks import INT32_MAX, check_no_overlap, launch_place, usable_strides
 from ..kernels import mla_merge_states
@@ -26,28 +26,19 @@ def merge(outs: Sequence[Any], lses: Sequence[Any], out: Any) -> tuple[Any, Any]
         raise ValueError(
             f"lses: expected at least 1, and as many as outs, got {len(lses)} lses and {len(outs)} outs"
         )
-    views = {f"outs[{i}]": inspect(one, f"outs[{i}]") for i, one in enumerate(outs)}
-    of_lses = {f"lses[{i}]": inspect(one, f"lses[{i}]") for i, one in enumerate(lses)}
-    first = views["outs[0]"]
-    dims = _check_first(first)
-    of_out, of_lse = _DIMS[len(first.shape)]
+    out_views = {f"outs[{i}]": inspect(one, f"outs[{i}]") for i, one in enumerate(outs)}
+    lse_views = {f"lses[{i}]": inspect(one, f"lses[{i}]") for i, one in enumerate(lses)}
+    first = out_views["outs[0]"]
     if out is not None:
-        views["out"] = inspect(out, "out")
-    table = [Arg(name, "=outs[0]", of_out, has_rows=True) for name in views]
-    table += [Arg(name, "float32", of_lse) for name in of_lses]
-    arrays = {**views, **of_lses}
-    check_arguments(table, arrays)
-    check_places(arrays)
-    out_strides = {name: _out_strides(name, view) for name, view in views.items()}
+        out_views["out"] = inspect(out, "out")
+    dims, out_strides, lse_strides = check_once(_check, {**out_views, **lse_views}, len(out_views))
+    pointers = [view.ptr for view in out_views.values()]
     parts = [
-        State(views[f"outs[{i}]"].ptr, view.ptr, out_strides[f"outs[{i}]"], _lse_strides(view))
-        for i, view in enumerate(of_lses.values())
+        State(pointers[i], view.ptr, out_strides[i], lse_strides[i])
+        for i, view in enumerate(lse_views.values())
     ]
-    if out is not None:
-        check_no_overlap("out", views["out"].shape, views["out"].strides)
-
     framework, device, dtype = first.framework, first.device, first.dtype
-    lse_shape = tuple(of_lses["lses[0]"].shape)
+    lse_shape = tuple(lse_views["lses[0]"].shape)
     rows = dims[0] * dims[1] * dims[2]
     scratch_bytes = _scratch_states(len(parts)) * _state_bytes(rows)
     lse, scratch = framework.allocator([(lse_shape, "float32")], scratch_bytes, device)()
@@ -56,7 +47,7 @@ def merge(outs: Sequence[Any], lses: Sequence[Any], out: Any) -> tuple[Any, Any]
         out = framework.empty(tuple(first.shape), dtype, device)
         out_ptr = framework.pointer(out)
     else:
-        out_ptr = views["out"].ptr
+        out_ptr = pointers[-1]
     if not rows:
         return out, lse
 
@@ -66,7 +57,7 @@ def merge(outs: Sequence[Any], lses: Sequence[Any], out: Any) -> tuple[Any, Any]
     result = State(
         out_ptr,
         framework.pointer(lse),
-        out_strides.get("out", (s * h * D_V, h * D_V, D_V)),
+        out_strides[-1] if "out" in out_views else (s * h * D_V, h * D_V, D_V),
         (s * h, 1, s) if len(first.shape) == 4 else (s * h, h, 1),
     )
     mla_merge_states.launch(parts, result, part_dtype, dtype, **call)
@@ -105,6 +96,24 @@ def _scratch_states(parts: int) -> int:
         parts = ceil_div(parts, MAX_PARTS)
         states += parts
     return states
+
+
+def _check(
+    views: dict[str, ArrayView], count: int
+) -> tuple[_Dims, list[tuple[int, int, int]], list[tuple[int, int, int]]]:
+    """Check the outs, which are the first ``count`` arrays, and the lses; returns dimensions and strides."""
+    first = views["outs[0]"]
+    dims = _check_first(first)
+    of_out, of_lse = _DIMS[len(first.shape)]
+    outs, lses = [*views.items()][:count], [*views.items()][count:]
+    table = [Arg(name, "=outs[0]", of_out, has_rows=True) for name, _ in outs]
+    table += [Arg(name, "float32", of_lse) for name, _ in lses]
+    check_arguments(table, views)
+    check_places(views)
+    out_strides = [_out_strides(name, view) for name, view in outs]
+    if "out" in views:
+        check_no_overlap("out", views["out"].shape, views["out"].strides)
+    return dims, out_strides, [_lse_strides(view) for _, view in lses]
 
 
 def _check_first(first: ArrayView) -> _Dims:

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple, NoReturn, TypeGuard
 from weakref import ref
 
 from .. import jit
-from ..call.arguments import Arg, Sizes, check_arguments, check_dtype
-from ..call.arrays import READERS, address_of, is_array, read_given
+from ..call.arguments import Arg, Sizes, check_arguments, check_dtype, check_once
+from ..call.arrays import READERS, address_of, is_array
 from ..call.checks import INT32_MAX
 from ..call.frameworks import Fields, Framework
 from ..kernels import mla_metadata
@@ -126,18 +126,13 @@ their fields differently from bare rows.
 
 
 class PreparedDecode(NamedTuple):
-    """The work of one kind of decode call, whose arrays and numbers passed all checks."""
+    """The fields of a `PreparedCall`, its plan's number of partitions, and the call as plans know it."""
 
     allocate: Callable[[], list[Any]]
-    """Makes the results that the caller did not give, in order, and the scratch, or None, after them."""
     launch: Callable[..., None] | None
-    """Enqueues the kernels: (stream, addresses, address of the scratch). None: there are no query tokens."""
     q_is_copied: bool
-    """Kernels cannot walk q, so they attend a contiguous copy."""
     rope_bytes: int
-    """Bytes from the first column of q to its RoPE columns, unless these are an array of their own."""
     mixes_frameworks: bool
-    """Some arrays are of another framework than q."""
     num_parts: int
     config: SchedConfig
     config_fields: tuple[Any, ...]
@@ -316,6 +311,13 @@ def make_plan(
     return rows, num_splits
 
 
+_LENGTHS = (
+    Arg("cache_seqlens", "int32", "b", has_rows=True),
+    Arg("topk_length", "int32", "b", has_rows=True),
+    Arg("extra_topk_length", "int32", "b", has_rows=True),
+)
+
+
 def plan_object(
     s_q: int,
     h_q: int,
@@ -331,20 +333,25 @@ def plan_object(
 
     Dense calls give ``cache_seqlens``, sparse ones ``indices``, of which only the shapes count.
     """
-    of_vectors = ("cache_seqlens", "topk_length", "extra_topk_length")
-    vectors = tuple(map(read_given, (cache_seqlens, topk_length, extra_topk_length), of_vectors))
-    of_selections = ("indices", "extra_indices_in_kvcache")
-    selections = tuple(map(read_given, (indices, extra_indices_in_kvcache), of_selections))
-    given = vectors[0] if selections[0] is None else selections[0]
-    assert given is not None
-    _, (b, *_), _, _, device, framework, _ = given
-    table = [Arg(name, "int32", "b", has_rows=True) for name in of_vectors]
-    check_arguments(table, dict(zip(of_vectors, vectors, strict=True)), Sizes(b=b))
-    lengths, *limits = map(address_of, vectors)
+    given = {
+        "indices": indices,
+        "cache_seqlens": cache_seqlens,
+        "topk_length": topk_length,
+        "extra_indices_in_kvcache": extra_indices_in_kvcache,
+        "extra_topk_length": extra_topk_length,
+    }
+    views = {name: READERS[type(x)](x, name) for name, x in given.items() if x is not None}
+    b = check_once(_check_lengths, views)
+    first = next(iter(views.values()))
+    _, _, _, _, device, framework, _ = first
+    lengths, limits, extra_limits = [address_of(views.get(name)) for name, *_ in _LENGTHS]
     tokens, topk = mla_metadata.TokenCounts(lengths), None
     if indices is not None:
-        widths = [0 if view is None else view[1][2] for view in selections]
-        tokens, topk = mla_metadata.TokenCounts(*limits, *widths), widths[0]
+        widths = [
+            views[name][1][2] if name in views else 0 for name in ("indices", "extra_indices_in_kvcache")
+        ]
+        topk, extra_topk = widths
+        tokens = mla_metadata.TokenCounts(limits, extra_limits, topk, extra_topk)
     config = SchedConfig(
         b,
         s_q,
@@ -356,7 +363,13 @@ def plan_object(
         enable_batch_invariant=enable_batch_invariant,
     )
     num_parts = _load_kernel(config, device, framework)
-    return make_plan(given, b, num_parts, tokens, object_layout=True, batch_invariant=enable_batch_invariant)
+    return make_plan(first, b, num_parts, tokens, object_layout=True, batch_invariant=enable_batch_invariant)
+
+
+def _check_lengths(views: dict[str, Fields]) -> int:
+    """Check the lengths of requests; returns the number of requests, which the first array has too."""
+    _, (b, *_), *_ = next(iter(views.values()))
+    return check_arguments(_LENGTHS, views, Sizes(b=b))["b"]
 
 
 def mark_plan(plan: FlashMLASchedMeta, config: SchedConfig, made: tuple[Any, Any] | None) -> None:

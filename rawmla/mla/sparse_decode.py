@@ -7,14 +7,22 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..call.arguments import Arg, check_arguments, check_places, mixes_frameworks
+from ..call.arguments import Arg, check_arguments, check_places
 from ..call.arrays import READERS, address_of, read_given
 from ..call.checks import as_softmax_scale
 from ..call.memo import Memo, kind_of
 from ..kernels import mla_metadata, mla_sparse
 from ..kernels.common import D_V
 from ..kernels.mla_sparse import NO_CACHE, SparseCall
-from .arguments import check_sparse_cache, check_sparse_q, out_of, q_strides, read_pair, with_selection
+from .arguments import (
+    check_sparse_cache,
+    check_sparse_q,
+    out_of,
+    prepared_call,
+    q_strides,
+    read_pair,
+    with_selection,
+)
 from .plan import (
     GivenPlan,
     PreparedDecode,
@@ -195,9 +203,9 @@ def _prepare(
         enable_batch_invariant=batch_invariant,
     )
     num_parts = check_plan(plan, config, device, framework)
-    scratch_bytes, launch = 0, None
+    kernels = None
     if b and s_q:
-        prepared = mla_sparse.PreparedSparse(
+        kernels = mla_sparse.PreparedSparse(
             SparseCall(
                 device=device,
                 format=format,
@@ -218,14 +226,5 @@ def _prepare(
             ),
             framework.capture_query(device),
         )
-        scratch_bytes, launch = prepared.scratch_bytes, prepared.launch
-    return PreparedDecode(
-        allocate=framework.allocator(results, scratch_bytes, device),
-        launch=launch,
-        q_is_copied=strides.is_copied,
-        rope_bytes=strides.rope_bytes,
-        mixes_frameworks=mixes_frameworks(arrays),
-        num_parts=num_parts,
-        config=config,
-        config_fields=fields_of(config),
-    )
+    work = prepared_call(arrays, strides, results, kernels)
+    return PreparedDecode(*work, num_parts, config, fields_of(config))

@@ -5,9 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from math import log
-from typing import Any, NamedTuple
+from typing import Any
 
 from .. import jit
 from ..call.arguments import (
@@ -17,7 +16,6 @@ from ..call.arguments import (
     check_dtype,
     check_places,
     check_shape,
-    mixes_frameworks,
     row_strides,
 )
 from ..call.arrays import READERS
@@ -27,23 +25,18 @@ from ..call.memo import Memo, kind_of
 from ..kernels import mla_metadata, mla_sparse_prefill
 from ..kernels.common import D_V
 from ..kernels.mla_sparse import NO_CACHE, Cache, SparseAddresses, SparseCall
-from .arguments import check_sparse_cache, check_sparse_q, out_of, q_strides, read_pair, with_selection
+from .arguments import (
+    PreparedCall,
+    check_sparse_cache,
+    check_sparse_q,
+    out_of,
+    prepared_call,
+    q_strides,
+    read_pair,
+    with_selection,
+)
 
 _LSE_FACTORS = {"2": 1.0, "e": log(2.0)}
-
-
-class _Prepared(NamedTuple):
-    """The work of one kind of call, whose arrays and numbers passed all checks."""
-
-    allocate: Callable[[], list[Any]]
-    """Makes the results that the caller did not give, in order, and the scratch, or None, after them."""
-    launch: Callable[..., None] | None
-    """Enqueues the kernels: (stream, addresses, address of the scratch). None: there are no query tokens."""
-    q_is_copied: bool
-    rope_bytes: int
-    """Bytes from the first column of q to its RoPE columns, unless these are an array of their own."""
-    mixes_frameworks: bool
-    """Some arrays are of another framework than q."""
 
 
 _TABLE = (
@@ -53,7 +46,7 @@ _TABLE = (
     Arg("out", "=q", f"s_q h_q {D_V}"),
 )
 
-_calls: Memo[_Prepared] = Memo(shared=True)
+_calls: Memo[PreparedCall] = Memo(shared=True)
 
 
 def prefill(
@@ -110,10 +103,6 @@ def prefill(
         call = call or _calls.keep(key, _prepare(arrays, *options))
         check_places(arrays)
     allocate, launch, q_is_copied, rope_bytes, _ = call
-    if launch is None:
-        *results, max_logits, lse, _ = allocate()
-        return (results[0] if results else out), max_logits, lse
-
     if q_is_copied:
         q_array = framework.contiguous_copy(q_array, "q")
         q_ptr = framework.pointer(q_array)
@@ -124,6 +113,9 @@ def prefill(
     else:
         max_logits, lse, scratch = allocate()
         out_ptr = out_view[0]
+    if launch is None:
+        return out, max_logits, lse
+
     addresses = SparseAddresses(
         q_ptr, q_rope_ptr, kv_ptr, 0, index_ptr, 0, 0 if length_view is None else length_view[0], 0,
         0 if sink_view is None else sink_view[0], 0, 0, out_ptr, framework.pointer(lse),
@@ -166,7 +158,7 @@ def _prepare(
     lse_factor: float,
     is_fp8_kvcache: bool,
     batch_invariant: bool,
-) -> _Prepared:
+) -> PreparedCall:
     """Check a call, load its kernels and work out their parameters."""
     q = arrays["q"]
     _, _, _, dtype, device, framework, _ = q
@@ -181,9 +173,9 @@ def _prepare(
     strides = q_strides(q, arrays["q_rope"], d_qk)
     results, steps = out_of(q, arrays["out"])
     results += [((s_q, h_q), "float32")] * 2
-    scratch_bytes, launch = 0, None
+    kernels = None
     if s_q:
-        prepared = mla_sparse_prefill.prepare(
+        kernels = mla_sparse_prefill.prepare(
             SparseCall(
                 device=device,
                 format=format,
@@ -206,11 +198,4 @@ def _prepare(
             ),
             framework.capture_query(device),
         )
-        scratch_bytes, launch = prepared.scratch_bytes, prepared.launch
-    return _Prepared(
-        allocate=framework.allocator(results, scratch_bytes, device),
-        launch=launch,
-        q_is_copied=strides.is_copied,
-        rope_bytes=strides.rope_bytes,
-        mixes_frameworks=mixes_frameworks(arrays),
-    )
+    return prepared_call(arrays, strides, results, kernels)
