@@ -17,6 +17,7 @@ from ..kernels.mha_backward_variants import Needs
 from . import backward, forward
 from .arguments import fresh_out_strides, packed_parts, walked
 from .records import DenseArrays, DenseOptions, Gradients, Packing
+from .records import options_of as options_of
 
 WHAT = "dense attention"
 
