@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..call.arguments import Arg, Sizes, check_arguments, check_dtype, check_shape
 from ..call.arrays import READERS
-from ..call.checks import check_kind
-from ..call.frameworks import Fields, Framework, aligned_strides
+from ..call.frameworks import Fields, aligned_strides
 from ..kernels.mha_forward import NO_BOUND, MhaForwardCall
-from ..mha.arguments import check_head_dim, check_out_layout, fresh_out_strides, walked
+from ..mha.arguments import check_head_dim, fresh_out_strides, walked
 from .functions import check_on_device
 
 FP8 = ("float8_e4m3fn", "float8_e5m2")
@@ -33,20 +33,6 @@ def kinds_of(views: Sequence[Fields | None]) -> tuple[Any, ...]:
     return tuple([view and (view[0] & 15, view[1:6]) for view in views])
 
 
-def mixes_frameworks(views: Sequence[Fields | None], framework: Framework) -> bool:
-    """Whether some arrays are of another framework than query, for `check_streams`."""
-    return any(view is not None and view[5] is not framework for view in views)
-
-
-def check_streams(
-    names: Sequence[str], views: Sequence[Fields | None], device: int, framework: Framework
-) -> None:
-    """Check again, as in every call, that arrays of other frameworks than query's are on its stream."""
-    for name, view in zip(names, views, strict=False):
-        if view is not None and view[5] is not framework:
-            check_on_device(name, view, device, framework)
-
-
 def addresses_of(
     views: Sequence[Fields | None], names: Sequence[str], copied: Sequence[bool | str]
 ) -> tuple[list[Any], list[int]]:
@@ -68,39 +54,28 @@ def addresses_of(
     return copies, addresses
 
 
-def has_scores(call: MhaForwardCall) -> bool:
+def has_scores(call: Any) -> bool:
     """Whether B, L and S are above 0. Else no function is called, and what functions read may be empty."""
     return min(call.b, call.max_seqlen_q, call.max_seqlen_k) > 0
 
 
 def check_arrays(
-    q: Fields, k: Fields, v: Fields, out: Fields | None, enable_gqa: bool
+    views: Mapping[str, Any], of_others: Sequence[Arg], enable_gqa: bool
 ) -> tuple[MhaForwardCall, tuple[bool | str, ...]]:
-    """Check the arrays of a call against each other. Returns the call, without functions and with the default
-    scale, and whether q, k and v are copied first, as `addresses_of` takes it.
+    """Check the arrays of a call by name, those besides query, key and value against ``of_others``. Returns
+    the call, without functions and with the default scale, and whether query, key and value are copied first,
+    as `addresses_of` takes it.
     """
+    q, k, v = [views[name] for name in ("query", "key", "value")]
     _, q_shape, _, dtype, device, framework, _ = q
-    if dtype != "bfloat16" and dtype != "float16":
-        more = "; float32 is not supported yet" if dtype == "float32" else ""
-        raise TypeError(f"query: expected dtype bfloat16 or float16, got {dtype}{more}")
-    for name, sizes, view in (("query", "Hq, L, E", q), ("key", "Hkv, S, E", k), ("value", "Hkv, S, Ev", v)):
-        if len(view[1]) != 4:
-            batch = "B" if name == "query" else "Bkv"
-            raise ValueError(f"{name}: expected shape [{batch}, {sizes}], got {list(view[1])}")
-    for name, view in (("key", k), ("value", v)):
-        if view[3] != dtype and view[3] not in FP8:
-            raise TypeError(f"{name}: expected dtype {dtype}, as query has, or FP8, got {view[3]}")
-    b, h_q, seqlen_q, d_qk = q_shape
-    k_batches, h_kv, seqlen_k, k_dim = k[1]
-    d_v = v[1][3]
-    check_head_dim("query", "a last dimension (E)", d_qk, q_shape)
-    check_head_dim("value", "a last dimension (Ev)", d_v, v[1])
-    if k_dim != d_qk:
-        raise ValueError(f"key: expected a last dimension of {d_qk}, as query has, got shape {list(k[1])}")
-    if tuple(v[1][:3]) != tuple(k[1][:3]):
-        raise ValueError(
-            f"value: expected shape {[*k[1][:3], 'Ev']}, as key has but for Ev, got {list(v[1])}"
-        )
+    sizes = Sizes()
+    check_dtype("query", q, "bfloat16 float16", " (float32 is not supported yet)")
+    check_shape("query", q, "B Hq L E", sizes)
+    check_head_dim("query", "a last dimension (E)", sizes["E"], q_shape)
+    dtypes = " ".join((dtype, *FP8))
+    check_arguments((Arg("key", dtypes, "Bkv Hkv S E"), Arg("value", dtypes, "Bkv Hkv S Ev")), views, sizes)
+    check_head_dim("value", "a last dimension (Ev)", sizes["Ev"], v[1])
+    b, k_batches, h_q, h_kv = [sizes[dim] for dim in ("B", "Bkv", "Hq", "Hkv")]
     if k_batches not in (b, 1):
         raise ValueError(f"key: expected a batch of {b}, as query has, or 1, got shape {list(k[1])}")
     if not h_q or not h_kv or h_q % h_kv or (h_q != h_kv and not enable_gqa):
@@ -109,19 +84,11 @@ def check_arrays(
     for name, shape in (("query", q_shape), ("key", k[1])):
         if shape[2] >= NO_BOUND:
             raise ValueError(f"{name}: expected less than 2**30 tokens, got shape {list(shape)}")
-    if out is None:
-        out_strides = fresh_out_strides(q, d_v)[:-1]
-    else:
-        check_kind("out", out, dtype, (b, h_q, seqlen_q, d_v))
-        out_strides = check_out_layout(out)
-    for name, other in (("key", k), ("value", v), ("out", out)):
-        if other is not None:
-            check_on_device(name, other, device, framework)
-    steps = [walked(view) if view[3] == dtype else None for view in (q, k, v)]
-    strides = [
-        aligned_strides(tuple(view[1]))[:-1] if step is None else step
-        for view, step in zip((q, k, v), steps, strict=True)
-    ]
+    check_arguments(of_others, views, sizes)
+    for name, view in views.items():
+        if view is not None:
+            check_on_device(name, view, device, framework)
+    (q_strides, k_strides, v_strides), copied = read_strides(dtype, q, k, v)
     call = MhaForwardCall(
         device=device,
         dtype=dtype,
@@ -129,24 +96,33 @@ def check_arrays(
         k_batches=k_batches,
         h_q=h_q,
         h_kv=h_kv,
-        d_qk=d_qk,
-        d_v=d_v,
+        d_qk=sizes["E"],
+        d_v=sizes["Ev"],
         varlen=False,
-        max_seqlen_q=seqlen_q,
-        max_seqlen_k=seqlen_k,
-        total_q=seqlen_q,
-        total_k=seqlen_k,
-        q_strides=by_token(strides[0]),
-        k_strides=by_token(strides[1]),
-        v_strides=by_token(strides[2]),
-        out_strides=by_token(out_strides),
-        lse_strides=(h_q * seqlen_q, seqlen_q),
-        softmax_scale=d_qk**-0.5,
+        max_seqlen_q=sizes["L"],
+        max_seqlen_k=sizes["S"],
+        total_q=sizes["L"],
+        total_k=sizes["S"],
+        q_strides=q_strides,
+        k_strides=k_strides,
+        v_strides=v_strides,
+        out_strides=by_token(fresh_out_strides(q, sizes["Ev"])[:-1]),
+        lse_strides=(h_q * sizes["L"], sizes["L"]),
+        softmax_scale=sizes["E"] ** -0.5,
     )
-    copied = [
-        step is None and (view[3] == dtype or dtype) for view, step in zip((q, k, v), steps, strict=True)
-    ]
-    return call, tuple(copied)
+    return call, copied
+
+
+def read_strides(dtype: str, *views: Fields) -> tuple[list[tuple[int, int, int]], tuple[bool | str, ...]]:
+    """Strides in which kernels read arrays as ``dtype``, and which arrays are copied first, see
+    `addresses_of`.
+    """
+    strides, copied = [], []
+    for view in views:
+        steps = walked(view) if view[3] == dtype else None
+        copied.append(steps is None and (view[3] == dtype or dtype))
+        strides.append(by_token(steps or aligned_strides(tuple(view[1]))[:-1]))
+    return strides, tuple(copied)
 
 
 def by_token(strides: Sequence[int]) -> tuple[int, int, int]:

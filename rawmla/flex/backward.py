@@ -6,30 +6,21 @@ from math import prod
 from typing import Any, NamedTuple
 
 from ..call import tracing
+from ..call.arguments import Arg
 from ..call.arrays import READERS, address_of, read_given
-from ..call.checks import as_bool, as_scale, check_kind
-from ..call.frameworks import NewArray, aligned_strides
+from ..call.checks import as_bool, as_scale
+from ..call.frameworks import NewArray
 from ..call.memo import Memo
 from ..kernels import mha_backward
 from ..kernels.flex_captured import CapturedGradient
 from ..kernels.mha_backward import BackwardAddresses, BackwardCall, BackwardMods
 from ..kernels.mha_backward_variants import ALL, BLOCK_ROWS, Needs
-from ..mha.arguments import fresh_out_strides, walked
-from .arrays import (
-    FP8,
-    addresses_of,
-    by_token,
-    check_arrays,
-    check_streams,
-    has_scores,
-    kinds_of,
-    mixes_frameworks,
-    read_dense,
-)
+from ..mha.arguments import fresh_out_strides
+from .arrays import FP8, addresses_of, by_token, check_arrays, kinds_of, read_dense, read_strides
 from .block_lists import Q_LISTS
 from .block_mask import lacks_columns, read_mask, with_columns
-from .functions import Bound, as_reading, bound, check_on_device, header_of, packed_of, within_blocks
-from .lists import Checked, GivenLists, Prepared, check_lists, launch_lists, read_lists
+from .functions import Bound, as_reading, bound, header_of, packed_of, within_blocks
+from .lists import Checked, GivenLists, Prepared, check_lists, check_streams, launch_lists, read_lists
 from .mods import Reading, reading_of
 from .traced import between_graphs
 
@@ -89,7 +80,7 @@ def backpropagate(
     kind = (enable_gqa, kinds_of(views), lists and lists.kind)
     checked = _checked.get(kind) or _checked.keep(kind, _check(views, lists, enable_gqa))
     if checked.mixes_frameworks:
-        check_streams(_ARGUMENTS, (*views, *(lists.views if lists else ())), device, framework)
+        check_streams(_ARGUMENTS, views, lists)
 
     blocks = checked.blocks
     score_read = as_reading(score_mod, "score_mod", device, backward=True)
@@ -161,41 +152,38 @@ def _gradients_of(score: Reading | None) -> tuple[Captured, list[str]]:
 
 
 _checked: Memo[Checked] = Memo(shared=True)
+_OTHERS = (
+    Arg("out", "=query", "B Hq L Ev"),
+    Arg("grad_out", "=query", "B Hq L Ev"),
+    Arg("lse", "float32", "B Hq L"),
+    Arg("grad_lse", "float32", "B Hq L"),
+)
 
 
 def _check(views: Arrays, lists: GivenLists | None, enable_gqa: bool) -> Checked:
     """Check the arrays of a call against each other."""
-    q, k, v, *others = views
-    for name, view in (("key", k), ("value", v)):
+    for name, view in (("key", views.key), ("value", views.value)):
         if view[3] in FP8:
             raise ValueError(f"{name}: expected the dtype of query, for gradients, got {view[3]}")
-    forward, copied = check_arrays(q, k, v, None, enable_gqa)
-    for name, other in zip(_ARGUMENTS[3:], others, strict=False):
-        if other is not None:
-            check_on_device(name, other, forward.device, q[5])
-    of_rows = (forward.b, forward.h_q, forward.max_seqlen_q)
-    strides: dict[str, Any] = {"dlse_strides": (0, 0, 0)}
-    wanted = (*of_rows, forward.d_v)
-    is_copied = {}
-    for name, member in (("grad_out", "dout_strides"), ("out", "out_strides")):
-        view = getattr(views, name)
-        check_kind(name, view, forward.dtype, wanted)
-        steps = walked(view)
-        is_copied[name] = steps is None
-        strides[member] = by_token(aligned_strides(wanted)[:-1] if steps is None else steps)
-    for name, member in (("lse", "lse_strides"), ("grad_lse", "dlse_strides")):
-        view = getattr(views, name)
-        if view is not None:
-            check_kind(name, view, "float32", of_rows)
-            strides[member] = by_token(view[2])
-    for member, view in (("dq_strides", q), ("dk_strides", k), ("dv_strides", v)):
-        strides[member] = by_token(fresh_out_strides(view, view[1][-1])[:-1])
+    forward, of_inputs = check_arrays(views._asdict(), _OTHERS, enable_gqa)
+    (out_strides, dout_strides), of_results = read_strides(forward.dtype, views.out, views.grad_out)
+    dq_strides, dk_strides, dv_strides = [
+        by_token(fresh_out_strides(view, view[1][-1])[:-1]) for view in views[:3]
+    ]
     of_both = {name: x for name, x in forward._asdict().items() if name in BackwardCall._fields}
-    call = BackwardCall(**{**of_both, **strides}, deterministic=False, needs=ALL)
-    blocks = check_lists(lists, forward, q[5], (BLOCK_ROWS, _MOST_KEYS), _SCRATCH_STEP)
-    mixed = mixes_frameworks((*views, *(lists.views if lists else ())), q[5])
-    copied = (*copied, is_copied["out"], is_copied["grad_out"])
-    return Checked(call, copied, blocks, has_scores(forward), mixed, Memo())
+    of_both.update(out_strides=out_strides, lse_strides=by_token(views.lse[2]))
+    call = BackwardCall(
+        **of_both,
+        dout_strides=dout_strides,
+        dlse_strides=(0, 0, 0) if views.grad_lse is None else by_token(views.grad_lse[2]),
+        dq_strides=dq_strides,
+        dk_strides=dk_strides,
+        dv_strides=dv_strides,
+        deterministic=False,
+        needs=ALL,
+    )
+    blocks = check_lists(lists, forward, views.query[5], (BLOCK_ROWS, _MOST_KEYS), _SCRATCH_STEP)
+    return Checked.of(call, (*of_inputs, *of_results), blocks, views, lists)
 
 
 def _prepare(

@@ -19,14 +19,19 @@ class Lists(NamedTuple):
     indices: Any
 
 
-def check_lists(counts: Any, indices: Any, name: str) -> None:
-    if (counts is None) != (indices is None):
-        raise ValueError(f"{name}_num_blocks and {name}_indices: expected both or none of them")
-    if counts is not None and (len(indices.shape) < 2 or tuple(indices.shape[:-1]) != tuple(counts.shape)):
-        raise ValueError(
-            f"{name}_indices: expected shape [.., rows, columns] where {name}_num_blocks is [.., rows], got "
-            f"{list(indices.shape)} and {list(counts.shape)}"
-        )
+def check_lists(names: tuple[str, str, str, str], *arrays: Any) -> None:
+    """Check the shapes of the lists of partial and of full blocks."""
+    for i in (0, 2):
+        (counts, indices), (counts_name, name) = arrays[i : i + 2], names[i : i + 2]
+        if (counts is None) != (indices is None):
+            raise ValueError(f"{counts_name} and {name}: expected both or none of them")
+        if counts is not None and (
+            len(indices.shape) < 2 or tuple(indices.shape[:-1]) != tuple(counts.shape)
+        ):
+            raise ValueError(
+                f"{name}: expected shape [.., rows, columns] where {counts_name} is [.., rows], got "
+                f"{list(indices.shape)} and {list(counts.shape)}"
+            )
 
 
 def dense_of(lists: Lists, columns: int) -> Any:

@@ -154,13 +154,8 @@ class BlockMask:
         BLOCK_SIZE: int | tuple[int, int] = DEFAULT_BLOCK_SIZE,
         mask_mod: Any = noop_mask,
     ) -> None:
-        for counts, indices, name in (
-            (kv_num_blocks, kv_indices, "kv"),
-            (full_kv_num_blocks, full_kv_indices, "full_kv"),
-            (q_num_blocks, q_indices, "q"),
-            (full_q_num_blocks, full_q_indices, "full_q"),
-        ):
-            check_lists(counts, indices, name)
+        check_lists(LISTS, kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices)
+        check_lists(Q_LISTS, q_num_blocks, q_indices, full_q_num_blocks, full_q_indices)
         if kv_num_blocks is None:
             raise ValueError("kv_num_blocks: expected an array, got None")
         self.seq_lengths = seq_lengths
@@ -188,11 +183,7 @@ class BlockMask:
         Lengths default to whole blocks, as many keys as `kv_indices` has columns. Lists by columns are found
         by way of dense arrays `[.., rows, columns]`, which are allocated. Never waits for the device.
         """
-        for counts, indices, name in (
-            (kv_num_blocks, kv_indices, "kv"),
-            (full_kv_num_blocks, full_kv_indices, "full_kv"),
-        ):
-            check_lists(counts, indices, name)
+        check_lists(LISTS, kv_num_blocks, kv_indices, full_kv_num_blocks, full_kv_indices)
         q_size, kv_size = as_block_size(BLOCK_SIZE)
         rows, columns = kv_indices.shape[-2:]
         if seq_lengths is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from ..call.arguments import Arg
 from ..call.arrays import needs_gradient, read_given
 from ..call.checks import as_bool, as_scale, show
 from ..call.frameworks import Fields, NewArray
@@ -11,20 +12,12 @@ from ..call.memo import Memo
 from ..kernels import mha_forward
 from ..kernels.mha_forward import Mods
 from ..kernels.mha_forward_variants import tile_in_blocks
-from ..mha.arguments import fresh_out_strides
-from .arrays import (
-    addresses_of,
-    check_arrays,
-    check_streams,
-    has_scores,
-    kinds_of,
-    mixes_frameworks,
-    read_dense,
-)
+from ..mha.arguments import check_out_layout, fresh_out_strides
+from .arrays import addresses_of, by_token, check_arrays, kinds_of, read_dense
 from .block_lists import LISTS
 from .block_mask import read_mask
 from .functions import IDENTITY, Bound, as_reading, bound, header_of, packed_of, reads_gradient, within_blocks
-from .lists import Checked, GivenLists, Prepared, check_lists, launch_lists, read_lists
+from .lists import Checked, GivenLists, Prepared, check_lists, check_streams, launch_lists, read_lists
 from .mods import reading_of
 
 
@@ -101,7 +94,7 @@ def attend_alone(arguments: Arguments) -> Any:
     kind = (enable_gqa, kinds_of(views), lists and lists.kind)
     checked = _checked.get(kind) or _checked.keep(kind, _check(views, lists, enable_gqa))
     if checked.mixes_frameworks:
-        check_streams(_ARGUMENTS, (*views, *(lists.views if lists else ())), device, framework)
+        check_streams(_ARGUMENTS, views, lists)
 
     blocks = checked.blocks
     score_read = as_reading(score_mod, "score_mod", device)
@@ -186,16 +179,18 @@ _Views = tuple[Fields, Fields, Fields, Fields | None]
 
 
 _checked: Memo[Checked] = Memo(shared=True)
+_OUT = (Arg("out", "=query", "B Hq L Ev"),)
 
 
 def _check(views: _Views, lists: GivenLists | None, enable_gqa: bool) -> Checked:
     """Check the arrays of a call against each other."""
-    q, k, v, out = views
-    call, copied = check_arrays(q, k, v, out, enable_gqa)
+    call, copied = check_arrays(dict(zip(_ARGUMENTS, views, strict=False)), _OUT, enable_gqa)
+    q, _, _, out = views
+    if out is not None:
+        call = call._replace(out_strides=by_token(check_out_layout(out)))
     tile = tile_in_blocks(call.d_qk, call.d_v)
     blocks = check_lists(lists, call, q[5], (tile.rows, tile.keys), _SCRATCH_STEP)
-    mixed = mixes_frameworks((*views, *(lists.views if lists else ())), q[5])
-    return Checked(call, copied, blocks, has_scores(call), mixed, Memo())
+    return Checked.of(call, copied, blocks, views, lists)
 
 
 def _prepare(

@@ -370,4 +370,27 @@ class Checked(NamedTuple):
     blocks: Blocks | None
     scores: bool
     mixes_frameworks: bool
+    """Whether some arrays are of another framework than query, for `check_streams`."""
     calls: Memo[Prepared]
+
+    @classmethod
+    def of(
+        cls,
+        call: Any,
+        copied: tuple[bool | str, ...],
+        blocks: Blocks | None,
+        views: Sequence[Fields | None],
+        lists: GivenLists | None,
+    ) -> Checked:
+        """Facts of arrays and lists, of which the first array is query."""
+        every = (*views, *(lists.views if lists else ()))
+        mixed = len({view[5] for view in every if view is not None}) > 1
+        return cls(call, copied, blocks, has_scores(call), mixed, Memo())
+
+
+def check_streams(names: Sequence[str], views: Sequence[Any], lists: GivenLists | None) -> None:
+    """Check again, as in every call, that arrays of other frameworks than query's are on its stream."""
+    device, framework = views[0][4:6]
+    for name, view in zip(names, (*views, *(lists.views if lists else ())), strict=False):
+        if view is not None and view[5] is not framework:
+            check_on_device(name, view, device, framework)
