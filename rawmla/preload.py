@@ -238,8 +238,8 @@ def _call_flex_backward(given: dict[str, Any], results: Any) -> None:
     score = as_reading(score_mod, "score_mod", device, backward=True)
     captured: list[Any] = []
     if score is not None and score.frame.mod.backward is not None:
-        captures = score.mod().captures
-        captured = [captures[i] for i in score.frame.mod.backward.gradients]
+        captures, places = score.frame.mod.captures, score.frame.mod.backward.gradients
+        captured = [captures[i]._replace(array=score.arrays[i]) for i in places]
     flex_backward.gradients(
         _needs([query, key, value, *captured]),
         flex_backward.Arrays(query, key, value, out, out, lse, None),

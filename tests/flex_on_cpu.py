@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from host_mods import mod_of
 from mha_on_cpu import at, claim_cuda
 
 import rawmla
@@ -49,7 +50,7 @@ class Launches:
 
     def numpy_score(self, mod: Mod | None) -> NumpyMod | None:
         """The score function that reads the arrays of a `Mod`."""
-        if mod is None or mod == flex_forward_call.IDENTITY.mod():
+        if mod is None or mod == mod_of(flex_forward_call.IDENTITY):
             return None
         assert self.score is not None
         arrays = {capture.name: capture.array for capture in mod.captures}
@@ -90,13 +91,13 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Launches:
         reading = as_reading(function, kind, device, backward)
         if reading is None or backward or isinstance(function, (str, rawmla.CudaMod, Reading)):
             return reading
-        mod = reading.mod()
+        mod = mod_of(reading)
         names = names_of(function, reading.arrays)
         captures = [x._replace(name=name) for x, name in zip(mod.captures, names, strict=True)]
         return reading_of(mod._replace(captures=tuple(captures)))
 
     def recorded(reading: Reading | None, kind: Any, *place: Any) -> Any:
-        launches.given[kind] = reading and reading.mod()
+        launches.given[kind] = reading and mod_of(reading)
         return bound(reading, kind, *place)
 
     class Prepared:

@@ -18,7 +18,7 @@ from cuda_probe import source
 from emulator.build import build_library, missing_reason
 
 from rawmla.flex.header import header
-from rawmla.flex.mods import ELEMENTS, Mod, Place, reading_of
+from rawmla.flex.mods import ELEMENTS, Mod, Number, Place, Reading, reading_of
 
 needs_host_compiler = pytest.mark.skipif(missing_reason() is not None, reason=str(missing_reason()))
 
@@ -47,6 +47,14 @@ inline float reciprocal_approx(float x) { return 1.0f / x; }
 inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 inline float2 unpack_f16(u32 bits) { _Float16 x; u16 low = bits; memcpy(&x, &low, 2); return {float(x), 0}; }
 """
+
+
+def mod_of(reading: Reading) -> Mod:
+    """A function with the arrays and numbers that it reads in their places."""
+    frame, arrays, sources = reading
+    captures = [x._replace(array=array) for x, array in zip(frame.mod.captures, arrays, strict=True)]
+    numbers = [Number(y, x.is_integer) for x, y in zip(frame.mod.numbers, sources, strict=True)]
+    return frame.mod._replace(captures=tuple(captures), numbers=tuple(numbers))
 
 
 def pack(mod: Mod, places: Sequence[Place], gradients: Sequence[int] = ()) -> bytes:

@@ -15,7 +15,7 @@ from test_params import conditions_of, has_members
 import rawmla
 from rawmla import jit
 from rawmla.flex.functions import header_of, within_blocks
-from rawmla.flex.mods import Backward, Capture, CudaMod, Mod, Site
+from rawmla.flex.mods import Backward, Capture, CudaMod, Frame, Mod, Reading, Site
 from rawmla.jit import KernelSpec
 from rawmla.jit.params import ParamStruct
 from rawmla.kernels import block_mask, flex_captured
@@ -73,7 +73,7 @@ FUNCTIONS: dict[str, tuple[Mod | None, Mod | None]] = {
     "softcap, documents": (SOFTCAP, DOCUMENTS),
     "relative": (RELATIVE, None),
     "factor, causal": (FACTOR, CAUSAL),
-    "small blocks": (None, within_blocks(DOCUMENTS, GRID, by_columns=True)),
+    "small blocks": (None, within_blocks(Reading(Frame(DOCUMENTS), (), ()), GRID, by_columns=True).frame.mod),
 }
 ALL_DIMS = (*DIMS, (96, 96))
 MAIN = {

@@ -18,7 +18,7 @@ from test_params import conditions_of, has_members
 import rawmla
 from rawmla import jit
 from rawmla.flex.functions import header_of, within_blocks
-from rawmla.flex.mods import NO_BYTES, Capture, CudaMod, Mod, Number, Place
+from rawmla.flex.mods import NO_BYTES, Capture, CudaMod, Frame, Mod, Number, Place, Reading, reading_of
 from rawmla.jit import KernelSpec
 from rawmla.jit.builder import Builder
 from rawmla.jit.cache import DiskCache
@@ -42,7 +42,7 @@ FUNCTIONS: dict[str, tuple[Mod | None, Mod | None]] = {
     "score": (SCORE, None),
     "both": (SCORE, CAUSAL),
     "both read": (SCORE, MASK),
-    "small blocks": (None, within_blocks(MASK, GRID)),
+    "small blocks": (None, within_blocks(Reading(Frame(MASK), (), ()), GRID).frame.mod),
 }
 DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
 
@@ -184,7 +184,7 @@ def test_other_functions_have_other_structs() -> None:
 def test_states() -> None:
     """The three states have the numbers that the mask function of small blocks compares with."""
     assert_in_kernel(block_mask.LISTS_SPEC, ["kEmpty == 0 && kPartial == 1 && kFull == 2"])
-    mask = within_blocks(None, GRID)
+    mask = within_blocks(None, GRID).frame.mod
     assert "if (block_state != 1) return block_state == 2;" in mask.text
 
 
@@ -240,5 +240,5 @@ def test_two_functions_with_the_same_names() -> None:
     score = CudaMod("const float x = score * n; return x;", {"n": 2.0}).mod()
     text = "const int x = q_idx + n, block_state = 3; return x > kv_idx + block_state;"
     mask = CudaMod(text, {"n": 2}).mod()
-    header = header_of(score, within_blocks(mask, GRID))
+    header = header_of(score, within_blocks(reading_of(mask), GRID).frame.mod)
     assert_in_kernel(flex_spec("bfloat16", 64, 64, 128, False, header), [])

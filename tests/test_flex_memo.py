@@ -29,6 +29,7 @@ torch = pytest.importorskip("torch")
 import torch.nn.functional as F  # noqa: E402
 from emulator.device import HostTensors  # noqa: E402
 from flex_on_cpu import Proxy  # noqa: E402
+from host_mods import mod_of  # noqa: E402
 from torch.nn.attention.flex_attention import and_masks  # noqa: E402
 from torch.nn.functional import silu  # noqa: E402
 
@@ -52,7 +53,7 @@ def traces(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def traced(*given: Any) -> Any:
-    return memo.read(*given).mod()
+    return mod_of(memo.read(*given))
 
 
 def biased(table: Any, factor: Any = 1.0) -> Callable[..., Any]:

@@ -1951,12 +1951,12 @@ def test_timed_flex_attention_and_its_check(
     score, mask = flex_measure.functions(case, inputs)
     assert (score is None, mask is None) == (case.score is None, case.mask == "full")
     given = {"score_mod": score, "mask_mod": mask}
-    traced = {kind: memo.read(one, kind, "cpu").mod() for kind, one in given.items() if one is not None}
+    traced = {kind: memo.read(one, kind, "cpu").frame.mod for kind, one in given.items() if one is not None}
     with monkeypatch.context() as patched:
         patched.setattr(memo, "trace", None)
         again = flex_measure.functions(case, inputs)
         for kind, one in zip(given, again, strict=True):
-            assert one is None or memo.read(one, kind, "cpu").mod().text == traced[kind].text
+            assert one is None or memo.read(one, kind, "cpu").frame.mod.text == traced[kind].text
 
     block_mask = mask and torch_flex.create_block_mask(mask, None, None, case.s, case.s, device="cpu")
     doubles = [array.double() for array in (inputs.q, inputs.k, inputs.v)]

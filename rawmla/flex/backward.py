@@ -21,7 +21,7 @@ from .block_lists import Q_LISTS
 from .block_mask import lacks_columns, read_mask, with_columns
 from .functions import Bound, as_reading, bound, header_of, packed_of, within_blocks
 from .lists import Checked, GivenLists, Prepared, check_lists, check_streams, launch_lists, read_lists
-from .mods import Reading, reading_of
+from .mods import Reading
 from .traced import between_graphs
 
 _SCRATCH_STEP = 128
@@ -86,8 +86,7 @@ def backpropagate(
     score_read = as_reading(score_mod, "score_mod", device, backward=True)
     mask_read = None if blocks is None else read_mask(block_mask, device, backward=True)
     if blocks is not None and blocks.recut is not None:
-        inside = within_blocks(mask_read and mask_read.mod(), blocks.recut.given, by_columns=True)
-        mask_read = reading_of(inside)
+        mask_read = within_blocks(mask_read, blocks.recut.given, by_columns=True)
     of_captures, names = _gradients_of(score_read)
     if not needs.others:
         of_captures = ()

@@ -6,14 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 from .. import jit
-from ..call.arrays import framework_named, inspect, is_array
+from ..call.arrays import framework_named, inspect, is_array, needs_gradient
 from ..call.checks import as_bool, as_int
-from ..call.frameworks import Framework, NewArray
+from ..call.frameworks import WITH_BACKWARD, Framework, NewArray
 from ..kernels import block_mask as kernels
 from ..kernels.block_mask import Grid, ListAddresses
 from ..kernels.mha_forward import NO_BOUND
 from .block_mask import BlockMask, as_block_size, as_ordinal, hides_nothing
-from .functions import as_reading, bound, check_numbers, header_of, packed_of
+from .functions import as_reading, bound, header_of, packed_of
 from .mods import CudaMod, TracedMod
 
 
@@ -48,7 +48,11 @@ def prepare(
     reading = as_reading(mask_mod, "mask_mod", ordinal)
     if reading is None:
         raise TypeError("mask_mod: expected a function, a CudaMod or CUDA text, got None")
-    check_numbers(reading, "mask_mod")
+    if needs_gradient(*reading.sources):  # numbers on the CPU are no arrays that a reader sees
+        raise ValueError(
+            "mask_mod: expected captured numbers that need no gradient here, got requires_grad=True with "
+            f"grad enabled; call under torch.no_grad(). {WITH_BACKWARD}"
+        )
     # Without blocks in the grid, arrays that the function reads may be empty.
     mask = bound(reading, "mask_mod", ordinal, framework) if grid.blocks else None
     header = header_of(None, reading.frame.mod if mask is None else mask.form.frame.mod)

@@ -18,7 +18,6 @@ from .block_lists import LISTS
 from .block_mask import read_mask
 from .functions import IDENTITY, Bound, as_reading, bound, header_of, packed_of, reads_gradient, within_blocks
 from .lists import Checked, GivenLists, Prepared, check_lists, check_streams, launch_lists, read_lists
-from .mods import reading_of
 
 
 class AuxRequest(NamedTuple):
@@ -102,7 +101,7 @@ def attend_alone(arguments: Arguments) -> Any:
     if reads_gradient(score_read, mask_read):
         return None
     if blocks is not None and blocks.recut is not None:
-        mask_read = reading_of(within_blocks(mask_read and mask_read.mod(), blocks.recut.given))
+        mask_read = within_blocks(mask_read, blocks.recut.given)
     if not checked.scores:
         score_read = None  # what it reads may be empty
     if scale is None:

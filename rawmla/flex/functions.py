@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from ..call.arrays import READERS, needs_gradient
 from ..call.checks import INT32_MAX, check_place, show
-from ..call.frameworks import WITH_BACKWARD, Framework, contiguous_strides
+from ..call.frameworks import Framework, contiguous_strides
 from ..errors import MissingDependencyError
 from ..jit import NO_LAUNCH
 from ..kernels.block_mask import Grid
@@ -25,6 +25,7 @@ from .mods import (
     Place,
     Reading,
     TracedMod,
+    frame_of,
     reading_of,
 )
 
@@ -89,15 +90,6 @@ def reads_gradient(*readings: Reading | None) -> bool:
     """Whether torch makes a graph of a call that reads these functions."""
     read = [x for reading in readings if reading is not None for x in (*reading.arrays, *reading.sources)]
     return bool(read) and needs_gradient(*read)
-
-
-def check_numbers(reading: Reading, kind: Kind) -> None:
-    """Check that numbers need no gradient. Those on the CPU are no arrays that a reader sees."""
-    if needs_gradient(*reading.sources):
-        raise ValueError(
-            f"{kind}: expected captured numbers that need no gradient here, got requires_grad=True with grad "
-            f"enabled; call under torch.no_grad(). {WITH_BACKWARD}"
-        )
 
 
 def check_mask(reading: Reading) -> None:
@@ -188,28 +180,28 @@ def check_on_device(name: str, view: Any, device: int, framework: Framework) -> 
         check_place(name, view, device, framework, "query")
 
 
-def within_blocks(mask: Mod | None, grid: Grid, by_columns: bool = False) -> Mod:
+def within_blocks(mask: Reading | None, grid: Grid, by_columns: bool = False) -> Reading:
     """The mask function that hides each position in an empty block of the grid, shows each in a full block,
     and calls ``mask`` in a partial one. The last array that it reads has the states of the blocks
     (cuda_src/flex/block_states.cuh), at an address that is still to be put in its `Place`. With
     ``by_columns`` the states of one column of blocks are consecutive.
     """
-    captures, known = ((), ()) if mask is None else (mask.captures, mask.numbers)
-    batches, heads, block_q, block_k = [f"static_cast<int>(mod.n{len(known) + i})" for i in range(4)]
+    text, captures, numbers, _ = Mod("return true;", (), ()) if mask is None else mask.frame.mod
+    batches, heads, block_q, block_k = [f"static_cast<int>(mod.n{len(numbers) + i})" for i in range(4)]
     lines = [
         f"const int block_state = mod.t{len(captures)}(b % {batches}, h % {heads}, q_idx / {block_q}, "
         f"kv_idx / {block_k});",
         "if (block_state != 1) return block_state == 2;",
-        "return true;" if mask is None else f"{{\n{mask.text}\n}}",  # with its own names
+        text if mask is None else f"{{\n{text}\n}}",  # with its own names
     ]
     shape = (grid.batches, grid.heads, grid.rows, grid.columns)
     strides = contiguous_strides(shape)
     if by_columns:
         strides = (*strides[:2], 1, grid.rows)
     states = Place(0, shape, strides)
-    numbers = (grid.batches, grid.heads, grid.block_q, grid.block_k)
-    return Mod(
-        "\n".join(lines),
-        (*captures, Capture(states, "uint8", 4)),
-        (*known, *[Number(number, True) for number in numbers]),
+    frame = frame_of(
+        Mod("\n".join(lines), (*captures, Capture(None, "uint8", 4)), (*numbers, *[Number(0, True)] * 4))
     )
+    _, arrays, sources = (None, (), ()) if mask is None else mask
+    sizes = (grid.batches, grid.heads, grid.block_q, grid.block_k)
+    return Reading(frame, (*arrays, states), (*sources, *sizes))

@@ -276,19 +276,12 @@ class Reading(NamedTuple):
     arrays: Sequence[Any]  # by captures
     sources: Sequence[Any]  # by numbers: Python numbers, or 0-d tensors of the CPU
 
-    def mod(self) -> Mod:
-        """The function with its arrays and numbers in their places."""
-        text, captures, numbers, backward = self.frame.mod
-        filled = [x._replace(array=array) for x, array in zip(captures, self.arrays, strict=True)]
-        with_sources = [Number(y, x.is_integer) for x, y in zip(numbers, self.sources, strict=True)]
-        return Mod(text, tuple(filled), tuple(with_sources), backward)
-
 
 def reading_of(mod: Mod) -> Reading:
     """Take a function apart that was just traced or written."""
     text, captures, numbers, backward = mod
     without = tuple([Capture(None, x.dtype, x.rank, name=x.name) for x in captures])
-    frame = _frame(Mod(text, without, tuple([Number(0, x.is_integer) for x in numbers]), backward))
+    frame = frame_of(Mod(text, without, tuple([Number(0, x.is_integer) for x in numbers]), backward))
     return Reading(frame, [x.array for x in captures], [x.source for x in numbers])
 
 
@@ -367,9 +360,8 @@ class Frame:
         return self.forms.keep(kinds, Form(self.mod, places))
 
 
-@lru_cache(maxsize=1024)
-def _frame(mod: Mod) -> Frame:
-    return Frame(mod)
+frame_of = lru_cache(maxsize=1024)(Frame)
+"""The `Frame` of a `Mod` without arrays and numbers."""
 
 
 class Form:
@@ -381,7 +373,7 @@ class Form:
 
     def __init__(self, mod: Mod, places: Sequence[Place]) -> None:
         captures = [x._replace(layout=place.layout()) for x, place in zip(mod.captures, places, strict=True)]
-        self.frame = _frame(mod._replace(captures=tuple(captures)))
+        self.frame = frame_of(mod._replace(captures=tuple(captures)))
         code = "<"
         lengths = []
         for capture, place in zip(captures, places, strict=True):
