@@ -18,7 +18,7 @@ from cuda_probe import source
 from emulator.build import build_library, missing_reason
 
 from rawmla.flex.header import header
-from rawmla.flex.mods import ELEMENTS, Mod, Number, Place, Reading, reading_of
+from rawmla.flex.mods import ELEMENTS, Form, Mod, Number, Place, Reading, reading_of
 
 needs_host_compiler = pytest.mark.skipif(missing_reason() is not None, reason=str(missing_reason()))
 
@@ -60,9 +60,7 @@ def mod_of(reading: Reading) -> Mod:
 def pack(mod: Mod, places: Sequence[Place], gradients: Sequence[int] = ()) -> bytes:
     """The bytes of a ScoreMod or MaskMod, given where its captures lie."""
     frame, _, numbers = reading_of(mod)
-    dtypes = [capture.dtype for capture in mod.captures]
-    lie = tuple([x for p, dtype in zip(places, dtypes, strict=True) for x in (p.shape, p.strides, dtype)])
-    packed = frame.make_form(lie).pack([place.ptr for place in places], numbers)
+    packed = Form(frame.mod, places).pack([place.ptr for place in places], numbers)
     return packed[: len(packed) - 8 * len(gradients)] + struct.pack(f"<{len(gradients)}Q", *gradients)
 
 

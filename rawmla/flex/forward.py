@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from ..call.arguments import Arg
 from ..call.arrays import needs_gradient, read_given
 from ..call.checks import as_bool, as_scale, show
-from ..call.frameworks import Fields, NewArray
+from ..call.frameworks import NewArray
 from ..call.memo import Memo
 from ..kernels import mha_forward
 from ..kernels.mha_forward import Mods
@@ -174,14 +174,11 @@ def check_options(options: dict[str, Any] | None) -> None:
             raise ValueError(f"kernel_options: expected names among {known}, got {name!r}")
 
 
-_Views = tuple[Fields, Fields, Fields, Fields | None]
-
-
 _checked: Memo[Checked] = Memo(shared=True)
 _OUT = (Arg("out", "=query", "B Hq L Ev"),)
 
 
-def _check(views: _Views, lists: GivenLists | None, enable_gqa: bool) -> Checked:
+def _check(views: tuple[Any, ...], lists: GivenLists | None, enable_gqa: bool) -> Checked:
     """Check the arrays of a call against each other."""
     call, copied = check_arrays(dict(zip(_ARGUMENTS, views, strict=False)), _OUT, enable_gqa)
     q, _, _, out = views
@@ -194,7 +191,7 @@ def _check(views: _Views, lists: GivenLists | None, enable_gqa: bool) -> Checked
 
 def _prepare(
     checked: Checked,
-    views: _Views,
+    views: tuple[Any, ...],
     score: Bound | None,
     mask: Bound | None,
     scale: float,

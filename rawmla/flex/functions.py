@@ -138,7 +138,8 @@ def bound(reading: Reading | None, kind: Kind, device: int, framework: Framework
     if form is None:
         for capture, shape, dtype in zip(frame.mod.captures, kinds[::3], kinds[2::3], strict=True):
             _check_capture(capture, shape, dtype, name)
-        form = frame.make_form(kinds)
+        places = [Place(0, *one) for one in zip(kinds[::3], kinds[1::3], strict=True)]
+        form = frame.forms.keep(kinds, Form(frame.mod, places))
     return Bound(form, addresses, numbers, form.pack(addresses, numbers))
 
 
@@ -170,14 +171,8 @@ def header_of(score: Mod | None, mask: Mod | None) -> tuple[str, str]:
 
 def check_on_device(name: str, view: Any, device: int, framework: Framework) -> None:
     """Check that an array is on the device of the query and, if it is of another framework, on its stream."""
-    given_framework = view[5]
-    if given_framework is framework or framework.current_stream(device) == NO_LAUNCH:
-        if view[4] != device:
-            raise ValueError(
-                f"{name}: expected an array on device cuda:{device}, as query is, got cuda:{view[4]}"
-            )
-    else:
-        check_place(name, view, device, framework, "query")
+    has_stream = view[5] is not framework and framework.current_stream(device) != NO_LAUNCH
+    check_place(name, view, device, framework if has_stream else view[5], "query")
 
 
 def within_blocks(mask: Reading | None, grid: Grid, by_columns: bool = False) -> Reading:

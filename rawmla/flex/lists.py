@@ -291,9 +291,6 @@ def check_lists(
     return Blocks(layout, (*copied[0], *copied[1]), recut)
 
 
-Strides = tuple[int, int, int]
-
-
 _NO_PAIR = ((0, 0, 0), (0, 0, 0), 0, (False, False), None)
 
 
@@ -304,9 +301,8 @@ def _check_pair(lists: GivenLists, first: int, lines: int) -> tuple[Any, ...]:
     counts, indices = lists.views[first : first + 2]
     assert counts is not None and indices is not None
     name = lists.arguments[first + 1]
-    line, others, owner = ("rows", "columns", "query")
-    if lists.names == Q_LISTS:
-        line, others, owner = ("columns", "rows", "key")
+    by_columns = lists.names == Q_LISTS
+    line, others, owner = ("columns", "rows", "key") if by_columns else ("rows", "columns", "query")
     _, shape, strides, dtype, *_ = indices
     _, counts_shape, counts_strides, counts_dtype, *_ = counts
     if not 2 <= len(shape) <= 4 or tuple(shape[:-1]) != tuple(counts_shape):
@@ -318,11 +314,11 @@ def _check_pair(lists: GivenLists, first: int, lines: int) -> tuple[Any, ...]:
         raise ValueError(
             f"{name}: expected at least {lines} {line} of blocks, as {owner} has, got shape {list(shape)}"
         )
-    copied = (counts_dtype != "int32", dtype != "int32" or (strides[-1] != 1 and shape[-1] > 1))
-    if copied[0]:
-        counts_strides = aligned_strides(tuple(counts_shape))
-    if copied[1]:
-        strides = aligned_strides(tuple(shape))
+    copied: list[str | bool] = [False, False]
+    if counts_dtype != "int32":
+        copied[0], counts_strides = "int32", aligned_strides(tuple(counts_shape))
+    if dtype != "int32" or (strides[-1] != 1 and shape[-1] > 1):
+        copied[1], strides = "int32", aligned_strides(tuple(shape))
     batches, heads, _, columns = (1, 1, *shape)[-4:]
     if not batches or not heads:
         raise ValueError(f"{name}: expected at least one batch and head, got {list(shape)}")
@@ -330,12 +326,12 @@ def _check_pair(lists: GivenLists, first: int, lines: int) -> tuple[Any, ...]:
         _stepped(counts_strides, shape[:-1]),
         _stepped(strides[:-1], shape[:-1]),
         columns,
-        ("int32" if copied[0] else False, "int32" if copied[1] else False),
+        copied,
         (batches, heads),
     )
 
 
-def _stepped(strides: tuple[int, ...], shape: tuple[int, ...]) -> Strides:
+def _stepped(strides: tuple[int, ...], shape: tuple[int, ...]) -> tuple[int, int, int]:
     """Strides of (batch, head, row), 0 where there is one only."""
     steps = [0 if extent == 1 else step for extent, step in zip(shape, strides, strict=True)]
     batch, head, row = (0, 0, *steps)[-3:]

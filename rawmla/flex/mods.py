@@ -354,11 +354,6 @@ class Frame:
         self.mod = mod  # its arrays are None, and its numbers 0
         self.forms: Memo[Form] = Memo()  # by shape, strides and dtype of one capture after the other
 
-    def make_form(self, kinds: tuple[Any, ...]) -> Form:
-        """Make and keep the form for arrays of these shapes, strides and dtypes."""
-        places = [Place(0, *one) for one in zip(kinds[::3], kinds[1::3], strict=True)]
-        return self.forms.keep(kinds, Form(self.mod, places))
-
 
 frame_of = lru_cache(maxsize=1024)(Frame)
 """The `Frame` of a `Mod` without arrays and numbers."""
