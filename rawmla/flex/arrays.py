@@ -114,9 +114,7 @@ def check_arrays(
 
 
 def read_strides(dtype: str, *views: Fields) -> tuple[list[tuple[int, int, int]], tuple[bool | str, ...]]:
-    """Strides in which kernels read arrays as ``dtype``, and which arrays are copied first, see
-    `addresses_of`.
-    """
+    """Strides in which kernels read arrays as ``dtype``, and how arrays are copied for `addresses_of`."""
     strides, copied = [], []
     for view in views:
         steps = walked(view) if view[3] == dtype else None
