@@ -19,7 +19,7 @@ from ..call.arguments import (
     mixes_frameworks,
 )
 from ..call.arrays import READERS
-from ..call.checks import INT32_MAX
+from ..call.checks import INT32_MAX, check_groups
 from ..call.frameworks import Fields, NewArray
 from ..call.memo import Memo, kind_of
 from ..kernels import mha_forward
@@ -226,11 +226,7 @@ def check_call(
     check_arguments(of_keys, views, sizes, aliases)
     check_head_dim(v_name, "a last dimension (d_v)", sizes["d_v"], v[1])
     b, h_q, h_kv, d_qk, d_v = [sizes[dim] for dim in ("b", "h_q", "h_kv", "d_qk", "d_v")]
-    if not h_kv or not h_q or h_q % h_kv:
-        raise ValueError(
-            f"{first}: expected h_q to be a positive multiple of the h_kv of {k_name}, got h_q {h_q} and "
-            f"h_kv {h_kv}"
-        )
+    check_groups(h_q, h_kv, first, k_name)
     for name, (_, shape, *_) in ((first, q), (k_name, k)):
         if prod(shape[:-2]) >= NO_BOUND:
             raise ValueError(f"{name}: expected less than 2**30 tokens, got shape {list(shape)}")

@@ -86,14 +86,9 @@ def flash_attn_varlen_func(
         ValueError: shapes that do not fit, lengths that decrease or leave the arrays, dropout, and bounds,
             softcaps or chunks that mean nothing.
     """
-    call = _Call.of(
-        (q, k, v),
-        ((cu_seqlens_q, seqused_q, "q"), (cu_seqlens_k, seqused_k, "k")),
-        (softmax_scale, causal, window_size, softcap, attention_chunk, dropout_p),
-        attn_sink,
-        alibi_slopes,
-    )
-    return call.forward(out)
+    sides = (cu_seqlens_q, seqused_q, "q"), (cu_seqlens_k, seqused_k, "k")
+    rules = (softmax_scale, causal, window_size, softcap, attention_chunk, dropout_p)
+    return _Call.of((q, k, v), sides, rules, attn_sink, alibi_slopes).forward(out)
 
 
 @_named(**_SINK)
@@ -119,14 +114,9 @@ def flash_attn_varlen_qkvpacked_func(
 ) -> tuple[Any, Any]:
     """`flash_attn_varlen_func` of one array, as `rawmla.flash_attn_varlen_qkvpacked_func`."""
     q, k, v = _unpacked("qkv", qkv, head_dim_qk, 3)
-    call = _Call.of(
-        (q, k, v),
-        ((cu_seqlens, seqused_q, ""), (cu_seqlens, seqused_k, "")),
-        (softmax_scale, causal, window_size, softcap, attention_chunk, dropout_p),
-        attn_sink,
-        alibi_slopes,
-    )
-    return call.forward(out)
+    sides = (cu_seqlens, seqused_q, ""), (cu_seqlens, seqused_k, "")
+    rules = (softmax_scale, causal, window_size, softcap, attention_chunk, dropout_p)
+    return _Call.of((q, k, v), sides, rules, attn_sink, alibi_slopes).forward(out)
 
 
 @_named(**_LENGTHS, **_SINK)
@@ -155,14 +145,9 @@ def flash_attn_varlen_kvpacked_func(
 ) -> tuple[Any, Any]:
     """`flash_attn_varlen_func` of k and v in one array, as `rawmla.flash_attn_varlen_kvpacked_func`."""
     k, v = _unpacked("kv", kv, head_dim_qk, 2)
-    call = _Call.of(
-        (q, k, v),
-        ((cu_seqlens_q, seqused_q, "q"), (cu_seqlens_k, seqused_k, "k")),
-        (softmax_scale, causal, window_size, softcap, attention_chunk, dropout_p),
-        attn_sink,
-        alibi_slopes,
-    )
-    return call.forward(out)
+    sides = (cu_seqlens_q, seqused_q, "q"), (cu_seqlens_k, seqused_k, "k")
+    rules = (softmax_scale, causal, window_size, softcap, attention_chunk, dropout_p)
+    return _Call.of((q, k, v), sides, rules, attn_sink, alibi_slopes).forward(out)
 
 
 @_named(**_SINK)
@@ -221,13 +206,9 @@ def flash_attn_varlen_backward(
     attend or are of no request; dv is 0 where dout is, whatever dlse. Arguments that
     `flash_attn_varlen_func` has too are as there.
     """
-    call = _Call.of(
-        (q, k, v),
-        ((cu_seqlens_q, seqused_q, "q"), (cu_seqlens_k, seqused_k, "k")),
-        (softmax_scale, causal, window_size, softcap),
-        attn_sink,
-        alibi_slopes,
-    )
+    sides = (cu_seqlens_q, seqused_q, "q"), (cu_seqlens_k, seqused_k, "k")
+    rules = (softmax_scale, causal, window_size, softcap)
+    call = _Call.of((q, k, v), sides, rules, attn_sink, alibi_slopes)
     return call.backward(dout, out, lse, dlse, (dq, dk, dv))
 
 
