@@ -16,7 +16,6 @@ from ..call.arguments import (
     check_dtype,
     check_places,
     check_shape,
-    mixes_frameworks,
 )
 from ..call.arrays import READERS
 from ..call.checks import INT32_MAX, check_groups
@@ -322,14 +321,7 @@ def _prepare(parts: Parts, arrays: DenseArrays, options: DenseOptions) -> Prepar
             for name, longest in (("q", max_q), ("k", max_k), ("v", max_k), ("out", max_q)):
                 _, token, head = fields[f"{name}_strides"]
                 fields[f"{name}_strides"] = (longest * token, token, head)
-    scratch_bytes, launch = 0, None
+    kernels = None
     if b and fields["max_seqlen_q"]:
-        prepared = mha_forward.PreparedMhaForward(MhaForwardCall(**fields), framework.capture_query(device))
-        scratch_bytes, launch = prepared.scratch_bytes, prepared.launch
-    return Prepared(
-        framework.allocator(results, scratch_bytes, device),
-        launch,
-        copied if any(copied) else None,
-        mixes_frameworks(arrays._asdict()),
-        fields["varlen"],
-    )
+        kernels = mha_forward.PreparedMhaForward(MhaForwardCall(**fields), framework.capture_query(device))
+    return Prepared.of(arrays._asdict(), results, kernels, copied, fields["varlen"])
