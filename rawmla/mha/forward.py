@@ -36,9 +36,6 @@ from .arguments import (
 from .records import DenseArrays, DenseOptions, Gradients, Packing, Prepared
 from .records import options_of as options_of
 
-Views = tuple[Any, ...]
-"""`Fields`, or None, of the arrays of a record in its order."""
-
 
 class Parts(NamedTuple):
     """Where q, k and v are in the arguments of a function."""
@@ -59,7 +56,7 @@ _OF_KV = dict.fromkeys(("k", "v"), "kv")
 _calls: Memo[Prepared] = Memo(shared=True)
 
 
-def read(arrays: DenseArrays, packing: Packing | None = None) -> tuple[Parts, Views]:
+def read(arrays: DenseArrays, packing: Packing | None = None) -> tuple[Parts, tuple[Any, ...]]:
     """Read the arrays of a call, in the order of `DenseArrays`; parts of a packed array become arrays."""
     q, k, v, starts_q, starts_k, used_q, used_k, sink, slopes, out = arrays
     parts, name_of_starts = SEPARATE, "cu_seqlens_q"
