@@ -94,6 +94,15 @@ def check_kind(name: str, view: Fields, dtype: str, shape: tuple[int, ...]) -> N
         raise ValueError(f"{name}: expected shape {list(shape)}, got {list(view[1])}")
 
 
+def check_groups(h_q: int, h_kv: int, q_name: str, k_name: str) -> None:
+    """Check that every KV head has equally many query heads, one at least."""
+    if not h_kv or not h_q or h_q % h_kv:
+        raise ValueError(
+            f"{q_name}: expected h_q to be a positive multiple of the h_kv of {k_name}, got h_q {h_q} and "
+            f"h_kv {h_kv}"
+        )
+
+
 def check_place(name: str, view: Fields, device: int, framework: Framework, reference: str) -> None:
     """Check that `view` is on `device` and, if it is of another framework, that both share a stream.
 
@@ -134,14 +143,6 @@ def usable_strides(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, .
             usable[axis] = inner
         inner = usable[axis] * shape[axis]
     return tuple(usable)
-
-
-def strides_fit(ptr: int, shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether 16-byte copies and TMA can walk an array of a 16-bit type: the address and all steps are
-    multiples of 16 bytes, steps are positive and below 2**40 bytes.
-    """
-    steps = [stride for extent, stride in zip(shape[:-1], strides[:-1], strict=True) if extent > 1]
-    return not ptr & 15 and all(0 < step < STRIDE_LIMIT // 2 and not step & 7 for step in steps)
 
 
 def check_no_overlap(name: str, shape: Sequence[int], strides: Sequence[int]) -> None:

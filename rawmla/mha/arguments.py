@@ -59,8 +59,6 @@ def check_chunk(attention_chunk: Any) -> None:
 
 def as_softcap(softcap: Any) -> float:
     """`softcap` as a float: 0 for none, or positive and one in float32."""
-    if softcap.__class__ is float and softcap == 0.0:
-        return 0.0
     if as_float("softcap", softcap, "a float") == 0:
         return 0.0
     return as_softmax_scale(softcap, "softcap", "a float")

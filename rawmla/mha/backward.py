@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..call.arguments import check_places, mixes_frameworks
+from ..call.arguments import check_places
 from ..call.arrays import READERS, address_of
 from ..call.frameworks import NewArray
 from ..call.memo import Memo, kind_of
@@ -106,21 +106,9 @@ def _prepare(arrays: DenseArrays, gradients: Gradients, options: DenseOptions, n
             fields[f"{name}_strides"] = of_three(check_out_layout(gradient, name))
     if needs.others:
         results.append(((fields["h_q"],), fields["sink_dtype"]))
-    scratch_bytes, launch = 0, None
+    kernels = None
     if fields["b"] and fields["max_seqlen_q"] and fields["max_seqlen_k"]:
-        prepared = mha_backward.PreparedMhaBackward(
-            BackwardCall(
-                **fields,
-                has_dlse=gradients.dlse is not None,
-                deterministic=options.deterministic,
-                needs=needs,
-            ),
-            framework.capture_query(device),
-        )
-        scratch_bytes, launch = prepared.scratch_bytes, prepared.launch
-    return Prepared(
-        framework.allocator(results, scratch_bytes, device),
-        launch,
-        copied if any(copied) else None,
-        mixes_frameworks({**arrays._asdict(), **gradients._asdict()}),
-    )
+        has_dlse, deterministic = gradients.dlse is not None, options.deterministic
+        call = BackwardCall(**fields, has_dlse=has_dlse, deterministic=deterministic, needs=needs)
+        kernels = mha_backward.PreparedMhaBackward(call, framework.capture_query(device))
+    return Prepared.of({**arrays._asdict(), **gradients._asdict()}, results, kernels, copied)

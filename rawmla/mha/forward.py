@@ -16,10 +16,9 @@ from ..call.arguments import (
     check_dtype,
     check_places,
     check_shape,
-    mixes_frameworks,
 )
 from ..call.arrays import READERS
-from ..call.checks import INT32_MAX
+from ..call.checks import INT32_MAX, check_groups
 from ..call.frameworks import Fields, NewArray
 from ..call.memo import Memo, kind_of
 from ..kernels import mha_forward
@@ -36,9 +35,6 @@ from .arguments import (
 )
 from .records import DenseArrays, DenseOptions, Gradients, Packing, Prepared
 from .records import options_of as options_of
-
-Views = tuple[Any, ...]
-"""`Fields`, or None, of the arrays of a record in its order."""
 
 
 class Parts(NamedTuple):
@@ -60,7 +56,7 @@ _OF_KV = dict.fromkeys(("k", "v"), "kv")
 _calls: Memo[Prepared] = Memo(shared=True)
 
 
-def read(arrays: DenseArrays, packing: Packing | None = None) -> tuple[Parts, Views]:
+def read(arrays: DenseArrays, packing: Packing | None = None) -> tuple[Parts, tuple[Any, ...]]:
     """Read the arrays of a call, in the order of `DenseArrays`; parts of a packed array become arrays."""
     q, k, v, starts_q, starts_k, used_q, used_k, sink, slopes, out = arrays
     parts, name_of_starts = SEPARATE, "cu_seqlens_q"
@@ -226,11 +222,7 @@ def check_call(
     check_arguments(of_keys, views, sizes, aliases)
     check_head_dim(v_name, "a last dimension (d_v)", sizes["d_v"], v[1])
     b, h_q, h_kv, d_qk, d_v = [sizes[dim] for dim in ("b", "h_q", "h_kv", "d_qk", "d_v")]
-    if not h_kv or not h_q or h_q % h_kv:
-        raise ValueError(
-            f"{first}: expected h_q to be a positive multiple of the h_kv of {k_name}, got h_q {h_q} and "
-            f"h_kv {h_kv}"
-        )
+    check_groups(h_q, h_kv, first, k_name)
     for name, (_, shape, *_) in ((first, q), (k_name, k)):
         if prod(shape[:-2]) >= NO_BOUND:
             raise ValueError(f"{name}: expected less than 2**30 tokens, got shape {list(shape)}")
@@ -326,14 +318,7 @@ def _prepare(parts: Parts, arrays: DenseArrays, options: DenseOptions) -> Prepar
             for name, longest in (("q", max_q), ("k", max_k), ("v", max_k), ("out", max_q)):
                 _, token, head = fields[f"{name}_strides"]
                 fields[f"{name}_strides"] = (longest * token, token, head)
-    scratch_bytes, launch = 0, None
+    kernels = None
     if b and fields["max_seqlen_q"]:
-        prepared = mha_forward.PreparedMhaForward(MhaForwardCall(**fields), framework.capture_query(device))
-        scratch_bytes, launch = prepared.scratch_bytes, prepared.launch
-    return Prepared(
-        framework.allocator(results, scratch_bytes, device),
-        launch,
-        copied if any(copied) else None,
-        mixes_frameworks(arrays._asdict()),
-        fields["varlen"],
-    )
+        kernels = mha_forward.PreparedMhaForward(MhaForwardCall(**fields), framework.capture_query(device))
+    return Prepared.of(arrays._asdict(), results, kernels, copied, fields["varlen"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..call.arguments import check_places, mixes_frameworks
+from ..call.arguments import check_places
 from ..call.arrays import READERS, address_of, is_array
 from ..call.checks import as_bool, as_int, as_softmax_scale, show
 from ..call.memo import Memo
@@ -98,9 +98,7 @@ def prefill(arrays: PrefixArrays, options: PrefixOptions) -> Any:
 
     k_ptr, v_ptr = address_of(k), address_of(v)
     if copied is not None:
-        (q_ptr, k_ptr, v_ptr), copies = copy_where(
-            copied, (q, k, v), ("q", "k", "v")
-        )  # alive until the launch
+        (q_ptr, k_ptr, v_ptr), copies = copy_where(copied, (q, k, v), ("q", "k", "v"))
     (scratch,) = allocate()
     # In the order of MhaForwardAddresses.
     addresses = (
@@ -139,9 +137,7 @@ def _prepare(arrays: PrefixArrays, options: PrefixOptions, scales: tuple[float |
     """Check a call, load its kernel and work out its parameters."""
     call, copied = check_call(arrays, options, scales)
     _, _, _, _, device, framework, _ = arrays.q
-    scratch_bytes, launch = 0, None
+    kernels = None
     if call.b and call.max_seqlen_q >= (2 if options.skip_decode else 1):
-        prepared = mha_forward.PreparedMhaForward(call, framework.capture_query(device))
-        scratch_bytes, launch = prepared.scratch_bytes, prepared.launch
-    allocate = framework.allocator([], scratch_bytes, device)
-    return Prepared(allocate, launch, copied if any(copied) else None, mixes_frameworks(arrays._asdict()))
+        kernels = mha_forward.PreparedMhaForward(call, framework.capture_query(device))
+    return Prepared.of(arrays._asdict(), [], kernels, copied)

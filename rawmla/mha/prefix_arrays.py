@@ -6,7 +6,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from ..call.arguments import Arg, Sizes, check_arguments, check_dtype, check_places, check_shape
-from ..call.checks import STRIDE_LIMIT
+from ..call.checks import STRIDE_LIMIT, check_groups
 from ..call.frameworks import Fields, contiguous_strides
 from ..kernels.common import FLOAT_DTYPES
 from ..kernels.mha_forward import NO_BOUND, MhaForwardCall
@@ -94,10 +94,7 @@ def check_call(
         raise ValueError(f"q: expected less than 2**30 tokens, got shape {list(q_shape)}")
     cache_dtype = _check_caches(arrays, kv_cache_dtype, sizes)
     h_kv, block_size = sizes["h_kv"], sizes["block_size"]
-    if not h_q or h_q % h_kv:
-        raise ValueError(
-            f"q: expected h_q to be a positive multiple of the h_kv of k_cache, got h_q {h_q} and h_kv {h_kv}"
-        )
+    check_groups(h_q, h_kv, "q", "k_cache")
     if pack and block_size % pack:
         raise ValueError(
             f"interleaved_v_pack_factor: expected 0 or a divisor of the block_size {block_size}, got {pack}"

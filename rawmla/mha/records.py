@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from ..call.arguments import mixes_frameworks
 from ..call.checks import as_bool, as_softmax_scale
+from ..call.frameworks import NewArray
 from .arguments import NO_WINDOW, as_length, as_softcap, as_window, check_chunk, check_dropout
 
 Window = tuple[int | None, int | None]
@@ -62,6 +64,22 @@ class Prepared(NamedTuple):
     """Some arrays are of another framework than q."""
     reads_starts: bool = True
     """The kernel reads cu_seqlens."""
+
+    @classmethod
+    def of(
+        cls,
+        views: Mapping[str, Any],
+        results: list[NewArray],
+        kernels: Any,
+        copied: tuple[bool, ...],
+        reads_starts: bool = True,
+    ) -> Prepared:
+        """Prepare a call that launches ``kernels``, which have `scratch_bytes` and `launch`, or None."""
+        _, _, _, _, device, framework, _ = views["q"]
+        scratch_bytes, launch = (0, None) if kernels is None else (kernels.scratch_bytes, kernels.launch)
+        allocate = framework.allocator(results, scratch_bytes, device)
+        is_mixed = mixes_frameworks(views)
+        return cls(allocate, launch, copied if any(copied) else None, is_mixed, reads_starts)
 
 
 class DenseOptions(NamedTuple):

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from ..call.arguments import Sizes, check_dtype, check_places, check_shape, mixes_frameworks, row_strides
 from ..call.arrays import READERS
-from ..call.checks import INT32_MAX, as_int, check_no_overlap, strides_fit, usable_strides
+from ..call.checks import INT32_MAX, STRIDE_LIMIT, as_int, check_no_overlap, usable_strides
 from ..call.frameworks import Fields, NewArray, contiguous_strides
 from ..kernels.common import D_QK, D_ROPE, D_V, MAX_TOPK, Q_UNIT
 from ..kernels.mla_cache_rows import FORMATS, MODEL1, CacheFormat
@@ -43,6 +43,15 @@ def refuse_without_indices(**arrays: Any) -> None:
             "argument, so give the selected slots as indices, or leave it out"
         )
     refuse_dense_fp8()
+
+
+def check_extra(extra_k_cache: Any, extra_indices: Any, extra_topk_length: Any) -> None:
+    """Check that the arguments about a second cache were given together."""
+    if (extra_k_cache is None) != (extra_indices is None):
+        missing = "extra_k_cache" if extra_k_cache is None else "extra_indices_in_kvcache"
+        raise ValueError(f"{missing}: expected an array, as the other of the two was given, got None")
+    if extra_k_cache is None and extra_topk_length is not None:
+        raise ValueError("extra_topk_length: expected None without extra_k_cache, got an array")
 
 
 def read_pair(q: tuple[Any, ...]) -> tuple[Fields, Fields]:
@@ -124,11 +133,13 @@ def _check_reach(name: str, q: Fields, strides: tuple[int, ...]) -> None:
 
 
 def _walked(view: Fields) -> tuple[int, ...] | None:
-    """Find the strides but the last; None where kernels cannot walk the array."""
+    """Find the strides but the last; None where TMA and copies of 16 bytes cannot walk the array."""
     ptr, shape, strides, *_ = view
-    usable = usable_strides(shape, strides)
-    fits = 0 in shape or strides_fit(ptr, shape, usable)  # in an empty array there is nothing to step over
-    return usable[:-1] if usable[-1] == 1 and fits else None
+    *steps, step = usable_strides(shape, strides)
+    taken = [stride for extent, stride in zip(shape, steps, strict=False) if extent > 1]
+    fits = not ptr & 15 and all(0 < stride < STRIDE_LIMIT // 2 and not stride & 7 for stride in taken)
+    # In an empty array there is nothing to step over.
+    return tuple(steps) if step == 1 and (fits or 0 in shape) else None
 
 
 def walk(name: str, view: Fields, reason: str = "") -> tuple[int, ...]:

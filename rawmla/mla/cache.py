@@ -33,6 +33,10 @@ _GATHER_TABLE = (
     Arg("seq_starts", "int32", "b", has_rows=True),
     Arg("out", "bfloat16", "rows d_qk", has_rows=True),
 )
+_NO_REQUESTS: dict[str, Any] = dict.fromkeys(
+    ("block_table", "cache_seqlens", "workspace_starts", "seq_starts", "table_stride", "b", "table_width"), 0
+)
+"""Parameters about requests, for a cache that is read in order."""
 
 
 def quantize(k_cache: Any, layout: str, out: Any) -> Any:
@@ -110,20 +114,14 @@ def dequantize(cache: Any, layout: str) -> Any:
             False,
             **launch_place(source),
             cache=source.ptr,
-            block_table=0,
-            cache_seqlens=0,
-            workspace_starts=0,
-            seq_starts=0,
             out=source.framework.pointer(out),
-            table_stride=0,
             out_stride=format.d_qk,
             block_stride=given.block_stride,
             token_stride=given.token_stride,
-            b=0,
-            table_width=0,
             num_blocks=given.num_blocks,
             rows=rows,
             page_block_size=given.page_block_size,
+            **_NO_REQUESTS,
         )
     return out
 
@@ -220,7 +218,16 @@ def _check_gather(views: dict[str, Any]) -> tuple[PagedCache, int, int]:
             f"block_table: expected shape [b, max_blocks], both below 2**31, got {list(table.shape)}"
         )
     (table_step,) = row_strides("block_table", table)
-    return given, table_step, _workspace_stride(workspace)
+    if workspace.shape[0] > INT32_MAX:
+        raise ValueError(f"out: expected less than 2**31 rows, got shape {list(workspace.shape)}")
+    (out_step,) = row_strides("out", workspace)
+    check_no_overlap("out", workspace.shape, workspace.strides)
+    if not _rows_are_aligned(workspace, out_step):
+        raise ValueError(
+            "out: expected a 16-byte aligned address and a row stride that is a multiple of 8, got address "
+            f"{workspace.ptr:#x}, strides {list(workspace.strides)} (elements)"
+        )
+    return given, table_step, out_step
 
 
 def _quantized_format(layout: Any) -> CacheFormat:
@@ -265,17 +272,3 @@ def _int32_strides(name: str, view: ArrayView) -> tuple[int, ...]:
 def _rows_are_aligned(view: ArrayView, *strides: int) -> bool:
     """Whether every row of a bfloat16 array begins at a multiple of 16 bytes."""
     return not view.ptr % 16 and not any(stride % 8 for stride in strides)
-
-
-def _workspace_stride(out: ArrayView) -> int:
-    """Check the rows of the workspace; returns their stride in elements."""
-    if out.shape[0] > INT32_MAX:
-        raise ValueError(f"out: expected less than 2**31 rows, got shape {list(out.shape)}")
-    (stride,) = row_strides("out", out)
-    check_no_overlap("out", out.shape, out.strides)
-    if not _rows_are_aligned(out, stride):
-        raise ValueError(
-            "out: expected a 16-byte aligned address and a row stride that is a multiple of 8, got address "
-            f"{out.ptr:#x}, strides {list(out.strides)} (elements)"
-        )
-    return stride

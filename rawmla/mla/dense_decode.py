@@ -10,7 +10,7 @@ from typing import Any
 
 from ..call.arguments import Arg, check_arguments, check_places
 from ..call.arrays import READERS
-from ..call.checks import INT32_MAX, as_softmax_scale
+from ..call.checks import INT32_MAX, as_softmax_scale, check_groups
 from ..call.frameworks import Fields
 from ..call.memo import Memo, kind_of
 from ..kernels import mla_dense_decode, mla_metadata
@@ -182,10 +182,7 @@ def _prepare(
 
 def _check_heads(s_q: int, h_q: int, h_kv: int) -> None:
     """Check how many rows of q a KV head has."""
-    if not h_kv or not h_q or h_q % h_kv:
-        raise ValueError(
-            f"q: expected h_q to be a positive multiple of the h_kv of k_cache, got h_q {h_q} and h_kv {h_kv}"
-        )
+    check_groups(h_q, h_kv, "q", "k_cache")
     if h_kv > MAX_GRID_YZ:
         raise ValueError(f"k_cache: expected at most {MAX_GRID_YZ} KV heads, got {h_kv}")
     heads = h_q // h_kv

@@ -15,6 +15,7 @@ from ..kernels import mla_metadata, mla_sparse
 from ..kernels.common import D_V
 from ..kernels.mla_sparse import NO_CACHE, SparseCall
 from .arguments import (
+    check_extra,
     check_sparse_cache,
     check_sparse_q,
     out_of,
@@ -168,23 +169,16 @@ def _prepare(
     _, _, _, dtype, device, framework, _ = q
     sizes = check_sparse_q(arrays, "b s_q h_q d_qk", " with indices")
     b, s_q, h_q, d_qk = [sizes[dim] for dim in ("b", "s_q", "h_q", "d_qk")]
-    extra_given = [arrays["extra_k_cache"] is not None, arrays["extra_indices_in_kvcache"] is not None]
-    if any(extra_given) != all(extra_given):
-        missing = "extra_indices_in_kvcache" if extra_given[0] else "extra_k_cache"
-        raise ValueError(f"{missing}: expected an array, as the other of the two was given, got None")
-    if arrays["extra_topk_length"] is not None and not all(extra_given):
-        raise ValueError("extra_topk_length: expected None without extra_k_cache, got an array")
+    extra_cache, extra_indices = arrays["extra_k_cache"], arrays["extra_indices_in_kvcache"]
+    check_extra(extra_cache, extra_indices, arrays["extra_topk_length"])
     check_arguments(_TABLE, arrays, sizes)
     format, cache, load_bytes = check_sparse_cache("k_cache", arrays["k_cache"], d_qk, is_fp8_kvcache)
     cache = with_selection(cache, "indices", arrays["indices"])
     extra = NO_CACHE
-    if arrays["extra_k_cache"] is not None and arrays["extra_indices_in_kvcache"] is not None:
-        name = "extra_k_cache"
-        _, extra, extra_load_bytes = check_sparse_cache(name, arrays["extra_k_cache"], d_qk, is_fp8_kvcache)
-        extra = with_selection(
-            extra, "extra_indices_in_kvcache", arrays["extra_indices_in_kvcache"], "extra_topk"
-        )
-        load_bytes = min(load_bytes, extra_load_bytes)
+    if extra_cache is not None:
+        _, extra, extra_bytes = check_sparse_cache("extra_k_cache", extra_cache, d_qk, is_fp8_kvcache)
+        extra = with_selection(extra, "extra_indices_in_kvcache", extra_indices, "extra_topk")
+        load_bytes = min(load_bytes, extra_bytes)
     strides = q_strides(q, arrays["q_rope"], d_qk)
     results, steps = out_of(q, arrays["out"])
     results.append(((b, h_q, s_q), "float32"))

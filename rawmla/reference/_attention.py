@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..call.checks import as_softmax_scale
-from ..mla.arguments import refuse_without_indices
+from ..mla.arguments import check_extra, refuse_without_indices
 from ..mla.plan import SchedConfig
 from ._arrays import BYTE_DTYPES, INT_DTYPES, Array, Floats, check_groups, check_target, read, read_given
 from ._cache import D_ROPE, D_V, LAYOUTS, dequantize_k_cache
@@ -80,11 +80,8 @@ def flash_mla_with_kvcache(
             refuse_without_indices(**sparse_only)
     elif causal:
         raise ValueError("causal: expected False with indices, got True")
-    elif (extra_k_cache is None) != (extra_indices_in_kvcache is None):
-        missing = "extra_k_cache" if extra_k_cache is None else "extra_indices_in_kvcache"
-        raise ValueError(f"{missing}: expected an array, as the other of the two was given, got None")
-    elif extra_k_cache is None and extra_topk_length is not None:
-        raise ValueError("extra_topk_length: expected None without extra_k_cache, got an array")
+    else:
+        check_extra(extra_k_cache, extra_indices_in_kvcache, extra_topk_length)
 
     dtypes = ("bfloat16", "float16") if indices is None else ("bfloat16",)
     queries = _read_q(q, ("b", "s_q", "h_q"), dtypes)

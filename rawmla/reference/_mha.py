@@ -86,14 +86,9 @@ def flash_attn_varlen_func(
         ValueError: shapes that do not fit, lengths that decrease or leave the arrays, dropout, and bounds,
             softcaps or chunks that mean nothing.
     """
-    call = _Call.of(
-        (q, k, v),
-        ((cu_seqlens_q, seqused_q, "q"), (cu_seqlens_k, seqused_k, "k")),
-        (softmax_scale, causal, window_size, softcap, attention_chunk, dropout_p),
-        attn_sink,
-        alibi_slopes,
-    )
-    return call.forward(out)
+    sides = (cu_seqlens_q, seqused_q, "cu_seqlens_q"), (cu_seqlens_k, seqused_k, "cu_seqlens_k")
+    rules = (softmax_scale, causal, window_size, softcap, attention_chunk, dropout_p)
+    return _Call.of((q, k, v), sides, rules, attn_sink, alibi_slopes).forward(out)
 
 
 @_named(**_SINK)
@@ -119,14 +114,9 @@ def flash_attn_varlen_qkvpacked_func(
 ) -> tuple[Any, Any]:
     """`flash_attn_varlen_func` of one array, as `rawmla.flash_attn_varlen_qkvpacked_func`."""
     q, k, v = _unpacked("qkv", qkv, head_dim_qk, 3)
-    call = _Call.of(
-        (q, k, v),
-        ((cu_seqlens, seqused_q, ""), (cu_seqlens, seqused_k, "")),
-        (softmax_scale, causal, window_size, softcap, attention_chunk, dropout_p),
-        attn_sink,
-        alibi_slopes,
-    )
-    return call.forward(out)
+    sides = (cu_seqlens, seqused_q, "cu_seqlens"), (cu_seqlens, seqused_k, "cu_seqlens")
+    rules = (softmax_scale, causal, window_size, softcap, attention_chunk, dropout_p)
+    return _Call.of((q, k, v), sides, rules, attn_sink, alibi_slopes).forward(out)
 
 
 @_named(**_LENGTHS, **_SINK)
@@ -155,14 +145,9 @@ def flash_attn_varlen_kvpacked_func(
 ) -> tuple[Any, Any]:
     """`flash_attn_varlen_func` of k and v in one array, as `rawmla.flash_attn_varlen_kvpacked_func`."""
     k, v = _unpacked("kv", kv, head_dim_qk, 2)
-    call = _Call.of(
-        (q, k, v),
-        ((cu_seqlens_q, seqused_q, "q"), (cu_seqlens_k, seqused_k, "k")),
-        (softmax_scale, causal, window_size, softcap, attention_chunk, dropout_p),
-        attn_sink,
-        alibi_slopes,
-    )
-    return call.forward(out)
+    sides = (cu_seqlens_q, seqused_q, "cu_seqlens_q"), (cu_seqlens_k, seqused_k, "cu_seqlens_k")
+    rules = (softmax_scale, causal, window_size, softcap, attention_chunk, dropout_p)
+    return _Call.of((q, k, v), sides, rules, attn_sink, alibi_slopes).forward(out)
 
 
 @_named(**_SINK)
@@ -221,13 +206,9 @@ def flash_attn_varlen_backward(
     attend or are of no request; dv is 0 where dout is, whatever dlse. Arguments that
     `flash_attn_varlen_func` has too are as there.
     """
-    call = _Call.of(
-        (q, k, v),
-        ((cu_seqlens_q, seqused_q, "q"), (cu_seqlens_k, seqused_k, "k")),
-        (softmax_scale, causal, window_size, softcap),
-        attn_sink,
-        alibi_slopes,
-    )
+    sides = (cu_seqlens_q, seqused_q, "cu_seqlens_q"), (cu_seqlens_k, seqused_k, "cu_seqlens_k")
+    rules = (softmax_scale, causal, window_size, softcap)
+    call = _Call.of((q, k, v), sides, rules, attn_sink, alibi_slopes)
     return call.backward(dout, out, lse, dlse, (dq, dk, dv))
 
 
@@ -272,7 +253,7 @@ class _Request(NamedTuple):
 
 
 _Side = tuple[Any, Any, str]
-"""cu_seqlens, seqused and how their names end."""
+"""cu_seqlens, seqused, and the name of the first."""
 
 
 class _Call(NamedTuple):
@@ -390,8 +371,7 @@ def _segments(sides: tuple[_Side, _Side], total_q: int, total_k: int) -> list[_R
 
 def _read_lengths(side: _Side, total: int, array: str) -> tuple[list[slice], list[slice]]:
     """The rows of each request, and the rows of its tokens."""
-    cu_seqlens, seqused, suffix = side
-    name = f"cu_seqlens_{suffix}" if suffix else "cu_seqlens"
+    cu_seqlens, seqused, name = side
     bounds = read(cu_seqlens, name, INT_DTYPES, ("b + 1",)).values.astype(np.int64)
     if bounds[0] < 0 or bounds[-1] > total or (np.diff(bounds) < 0).any():
         raise ValueError(f"{name}: expected numbers from 0 to {total} that do not decrease, got {bounds}")

@@ -26,12 +26,12 @@ from ._formats import decode_e4m3, decode_e5m2, encode_e4m3
 from ._heads import Rules, attend, sinks_of, visible_keys
 
 _DTYPES = ("bfloat16", "float16", "float32")
-_PLAIN = ("auto", "float16", "bfloat16")
-_FP8 = {
-    "fp8": (BYTE_DTYPES, decode_e4m3),
-    "fp8_e4m3": (BYTE_DTYPES, decode_e4m3),
+_FORMATS: dict[str, tuple[Any, Any]] = {
+    **dict.fromkeys(("auto", "float16", "bfloat16"), (None, None)),
+    **dict.fromkeys(("fp8", "fp8_e4m3"), (BYTE_DTYPES, decode_e4m3)),
     "fp8_e5m2": (E5M2_BYTE_DTYPES, decode_e5m2),
 }
+"""kv_cache_dtype -> dtypes of a cache, None for the dtype of q, and the function that decodes its bytes."""
 
 
 def context_attention_fwd(
@@ -141,11 +141,10 @@ class _Cache(NamedTuple):
         cls, k_cache: Any, v_cache: Any, kv_cache_dtype: str, scales: tuple[Any, Any], pack: int, q: Array
     ) -> _Cache:
         """Read the arguments that say what the cache holds."""
-        if kv_cache_dtype not in (*_PLAIN, *_FP8):
-            raise ValueError(
-                f"kv_cache_dtype: expected one of {', '.join((*_PLAIN, *_FP8))}, got {kv_cache_dtype!r}"
-            )
-        dtypes, decode = _FP8.get(kv_cache_dtype, ((q.dtype,), None))
+        if kv_cache_dtype not in _FORMATS:
+            raise ValueError(f"kv_cache_dtype: expected one of {', '.join(_FORMATS)}, got {kv_cache_dtype!r}")
+        dtypes, decode = _FORMATS[kv_cache_dtype]
+        dtypes = dtypes or (q.dtype,)
         d = q.shape[2]
         shape = ("num_blocks", "h_kv", f"{d} / x", "block_size", "x")
         k = read(k_cache, "k_cache", dtypes, shape).values
