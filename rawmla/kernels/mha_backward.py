@@ -14,10 +14,10 @@ from . import block_mask
 from .block_mask import NO_LISTS, BlockLists, Grid
 from .common import CHUNK, FLOAT_DTYPES, ceil_div, fields, offsets_in_scratch, padded, stride_params
 from .flex_captured import CAPTURED_KEYS, CapturedGradient, PreparedCaptured, terms_log2
-from .mha_backward_clear import prepare_clear
 from .mha_backward_variants import (
     BLOCK_ROWS,
     BY_KEYS,
+    CLEAR_SPEC,
     Form,
     Needs,
     flex_spec,
@@ -169,6 +169,13 @@ FINISH_PARAMS = ParamStruct(
     I32("b", "seqlen_q", "total_q", "d_qk", "accum_columns", "sink_dtype"),
     F32("scale"),
 )
+_CLEARED_ROWS = 64
+CLEAR_PARAMS = ParamStruct(
+    changing(POINTER("cu_seqlens_q", "cu_seqlens_k"), POINTER("gradients", length=3)),  # dq, dk and dv
+    I64("strides_s", "strides_h", length=3),
+    I32("tokens", "heads", "columns", "first_ctas", length=3),
+    I32("b"),
+)
 _L2_BYTES = 20 << 20
 """What tiles that run together may read and add to of queries, in a good part of L2."""
 
@@ -215,7 +222,7 @@ class PreparedMhaBackward:
         self._captured = None
         if mods is not None:
             self._captured = PreparedCaptured(call, mods, self._prepare_tiles, capturing)
-        self._clear = prepare_clear(call, capturing) if call.varlen and needs.main else None
+        self._clear = _prepare_clear(call, capturing) if call.varlen and needs.main else None
         rows = call.h_q * self._blocks * BLOCK_ROWS
         self._offsets, self.scratch_bytes = offsets_in_scratch((
             4 * rows,  # lse
@@ -398,6 +405,24 @@ def _maps(call: BackwardCall, key: tuple[int, ...]) -> tuple[bytes, ...]:
         of_keys(k, call.d_qk, call.k_strides),
         of_keys(v, call.d_v, call.v_strides),
     )
+
+
+def _prepare_clear(call: BackwardCall, capturing: Callable[[], bool]) -> Callable[..., object]:
+    """The kernel that writes zeros into the gradients of tokens that belong to no request."""
+    kernel = jit.get_kernel(CLEAR_SPEC, call.device, capturing=capturing)
+    tokens = (call.total_q * call.needs.dq, call.total_k * call.needs.dk, call.total_k * call.needs.dv)
+    ctas = [ceil_div(count, _CLEARED_ROWS) for count in tokens]
+    strides = (call.dq_strides, call.dk_strides, call.dv_strides)
+    params = CLEAR_PARAMS.pack(
+        strides_s=tuple(token for _, token, _ in strides),
+        strides_h=tuple(head for _, _, head in strides),
+        tokens=tokens,
+        heads=(call.h_q, call.h_kv, call.h_kv),
+        columns=(call.d_qk, call.d_qk, call.d_v),
+        first_ctas=(0, ctas[0], ctas[0] + ctas[1]),
+        b=call.b,
+    )
+    return kernel.prepare((sum(ctas), 1, 1), params, CLEAR_PARAMS.changing, pdl=True).launch
 
 
 def _has_weights(call: BackwardCall) -> bool:

@@ -15,7 +15,6 @@ from ..jit import KernelSpec
 from . import (
     block_mask,
     flex_captured,
-    mha_backward_clear,
     mha_backward_variants,
     mha_forward_variants,
     mla_cache_gather,
@@ -128,7 +127,7 @@ def _mha_backward(
         for dims in mha_backward_head_dims:
             yield from mha_backward_variants.specs(dtype, *dims)
     if dtypes and mha_backward_head_dims:
-        yield mha_backward_clear.CLEAR_SPEC
+        yield mha_backward_variants.CLEAR_SPEC
 
 
 def _prefix(dtypes: Iterable[str], prefix_head_dims: Iterable[int]) -> Iterator[KernelSpec]:
