@@ -9,7 +9,7 @@ from functools import cache, partial
 from typing import Any, NamedTuple
 
 from .. import jit
-from ..jit.params import F32, I32, I64, POINTER, TENSOR_MAP, Declaration, ParamStruct, bytes_type, changing
+from ..jit.params import F32, I32, I64, POINTER, TENSOR_MAP, Member, ParamStruct, bytes_type, changing
 from . import block_mask
 from .block_mask import NO_LISTS, BlockLists, Grid
 from .common import CHUNK, FLOAT_DTYPES, ceil_div, fields, offsets_in_scratch, padded, stride_params
@@ -29,7 +29,7 @@ from .mha_backward_variants import (
 )
 from .mha_forward import NO_BOUND, list_params, scale_params
 from .mha_forward_variants import is_slow
-from .tensor_maps import TensorMaps, key_map
+from .tensor_maps import TensorMaps, head_map
 
 _FEW_SPILLS = 256
 """Bytes that a thread may spill in the whole kernel. By arithmetic that takes 400 cycles of a step of 2,560
@@ -136,7 +136,7 @@ def params_of(mod_bytes: tuple[int, int] | None = None) -> ParamStruct:
         *POINTER("lse", "delta", "weights", "dq_accum", "turns", "dk", "dv"),
         *POINTER("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "alibi_slopes"),
     ]
-    of_lists: list[Declaration] = []
+    of_lists: list[Member] = []
     if mod_bytes is not None:
         score, mask = mod_bytes
         first += [
@@ -394,10 +394,10 @@ def _maps(call: BackwardCall, key: tuple[int, ...]) -> tuple[bytes, ...]:
     q_batches, k_batches = (1, 1) if call.varlen else (call.b, call.k_batches)
 
     def of_queries(address: int, d: int, strides: Strides) -> bytes:
-        return key_map(address, call.dtype, d, BLOCK_ROWS, call.h_q, call.total_q, q_batches, strides)
+        return head_map(address, call.dtype, d, BLOCK_ROWS, call.h_q, call.total_q, q_batches, strides)
 
     def of_keys(address: int, d: int, strides: Strides) -> bytes:
-        return key_map(address, call.dtype, d, tile_keys, call.h_kv, call.total_k, k_batches, strides)
+        return head_map(address, call.dtype, d, tile_keys, call.h_kv, call.total_k, k_batches, strides)
 
     return (
         of_queries(q, call.d_qk, call.q_strides),

@@ -100,8 +100,10 @@ def _sparse_prefill(prefill_formats: Iterable[str]) -> Iterator[KernelSpec]:
 def _cache(sparse_formats: Iterable[str]) -> Iterator[KernelSpec]:
     for name in sparse_formats:
         for format in FORMATS[name]:
-            yield from mla_cache_write.specs(format)
-            yield from mla_cache_gather.specs(format)
+            for spec in (mla_cache_write.spec, mla_cache_gather.spec):
+                yield spec(format, True)
+                if format.is_quantized:  # also without slots or pages
+                    yield spec(format, False)
 
 
 def _indices(sparse_formats: Iterable[str]) -> Iterator[KernelSpec]:
