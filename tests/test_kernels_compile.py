@@ -28,7 +28,6 @@ from rawmla.kernels import (
     common,
     default_specs,
     flex_captured,
-    mha_backward_clear,
     mha_backward_variants,
     mha_forward_variants,
     mla_cache_gather,
@@ -252,7 +251,7 @@ def test_warmup_of_head_dimensions(monkeypatch: pytest.MonkeyPatch) -> None:
     assert loaded_by(monkeypatch, "prefix", prefix_head_dims=[64]) == mha_forward_variants.specs(
         "bfloat16", [(64, 64)], mha_forward_variants.USUAL_CACHES
     )
-    wanted = [*mha_backward_variants.specs("float16", 96, 96), mha_backward_clear.CLEAR_SPEC]
+    wanted = [*mha_backward_variants.specs("float16", 96, 96), mha_backward_variants.CLEAR_SPEC]
     dims = {"mha_backward_head_dims": [(96, 96)], "dtypes": ["float16"]}
     assert loaded_by(monkeypatch, "mha_backward", **dims) == wanted
     assert set(loaded_by(monkeypatch, **dims)) - set(others) == {*wanted}

@@ -17,7 +17,7 @@ from rawmla import jit
 from rawmla.jit import KernelSpec
 from rawmla.jit.params import ParamStruct
 from rawmla.jit.spec import MAX_SMEM_BYTES
-from rawmla.kernels import mha_backward, mha_backward_clear, mha_backward_variants
+from rawmla.kernels import mha_backward, mha_backward_variants
 from rawmla.kernels.mha_backward import BackwardAddresses, PreparedMhaBackward, params_of, section_of
 from rawmla.kernels.mha_backward_variants import (
     ALL,
@@ -42,7 +42,7 @@ STRUCTS: dict[str, ParamStruct] = {
     "mha_backward": params_of(),
     "mha_backward_by_product": params_of(),
     "mha_backward_finish": mha_backward.FINISH_PARAMS,
-    "mha_backward_clear": mha_backward_clear.CLEAR_PARAMS,
+    "mha_backward_clear": mha_backward.CLEAR_PARAMS,
 }
 MAIN = {
     (dtype, *dims, *flags): specs(dtype, *dims, *flags)[1]
@@ -71,9 +71,9 @@ QUICK = {
 }
 AROUND = [
     *dict.fromkeys(x for dtype in DTYPES for d in (64, 128) for x in specs(dtype, d, d)[::2]),
-    mha_backward_clear.CLEAR_SPEC,
+    mha_backward_variants.CLEAR_SPEC,
 ]
-QUICK.update((*specs("bfloat16", 128, 128)[::2], mha_backward_clear.CLEAR_SPEC))
+QUICK.update((*specs("bfloat16", 128, 128)[::2], mha_backward_variants.CLEAR_SPEC))
 BY_NAME: dict[str, KernelSpec] = {
     spec.name: spec for spec in (specs("bfloat16", 128, 128)[1], specs("bfloat16", 256, 256)[1], *AROUND)
 }
@@ -201,7 +201,7 @@ def test_constants_of_the_backward() -> None:
                 *([] if form.by_product else [f"kDsStages == {1 if form.is_wide else 2}"]),
             ],
         )
-    assert_in_kernel(BY_NAME["mha_backward_clear"], [f"kRows == {mha_backward_clear._CLEARED_ROWS}"])
+    assert_in_kernel(BY_NAME["mha_backward_clear"], [f"kRows == {mha_backward._CLEARED_ROWS}"])
 
 
 EVERY_PLACE = {

@@ -19,7 +19,7 @@ from rawmla.jit.params import (
     TENSOR_MAP,
     U32,
     CType,
-    Declaration,
+    Member,
     ParamStruct,
     changing,
     struct_type,
@@ -93,7 +93,7 @@ def test_numbers_that_do_not_fit_are_refused() -> None:
 
 
 @pytest.mark.parametrize("first", [[TENSOR_MAP("map")], [changing(TENSOR_MAP("map")), I32("b")]])
-def test_changing_members_are_the_first(first: list[list[Declaration]]) -> None:
+def test_changing_members_are_the_first(first: list[list[Member]]) -> None:
     with pytest.raises(ValueError, match="^changing: expected the first members of the struct, got .*'q'"):
         ParamStruct(*first, changing(POINTER("q")))
 

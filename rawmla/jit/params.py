@@ -23,37 +23,36 @@ class CType(NamedTuple):
     alignment: int
     members: tuple[tuple[str, CType], ...] = ()
 
-    def __call__(self, *names: str, length: int = 0) -> list[Declaration]:
+    def __call__(self, *names: str, length: int = 0) -> list[Member]:
         """Declare members, or arrays of ``length`` elements if it is given."""
-        return [Declaration(name, self, length) for name in names]
+        return [Member(name, self, length) for name in names]
 
 
-class Declaration(NamedTuple):
-    """A member before its offset is known; ``length`` 0: it is no array."""
+class Member(NamedTuple):
+    """A member of a parameter struct, or before its offset is known the declaration of one.
+
+    ``length`` 0: it is no array.
+    """
 
     name: str
     type: CType
     length: int
     changes: bool = False
+    offset: int = 0
+
+    @property
+    def code(self) -> str:
+        """The whole member in a `struct` format."""
+        return self.type.code * (self.length or 1)
 
 
-def changing(*declarations: Iterable[Declaration]) -> list[Declaration]:
+def changing(*declarations: Iterable[Member]) -> list[Member]:
     """Declare members that change from launch to launch: pointers, tensor maps, bytes, or arrays of them.
 
     They are the first of their struct. `PreparedLaunch.launch` takes them in this order, arrays element by
     element.
     """
     return [one._replace(changes=True) for several in declarations for one in several]
-
-
-class Member(NamedTuple):
-    """A member of a parameter struct; ``code`` is the whole member in a `struct` format."""
-
-    name: str
-    type: CType
-    length: int
-    offset: int
-    code: str
 
 
 POINTER = CType("pointer", "Q", 8, 8)
@@ -99,7 +98,7 @@ class ParamStruct:
 
     Parameters
     ----------
-    declarations : iterables of Declaration
+    declarations : iterables of Member
         The members in order: ``changing(POINTER("q")), I64("q_stride_b"), I32("topk", length=2), ...``.
 
     Attributes
@@ -122,7 +121,7 @@ class ParamStruct:
 
     pack: Callable[..., bytes]
 
-    def __init__(self, *declarations: Iterable[Declaration]) -> None:
+    def __init__(self, *declarations: Iterable[Member]) -> None:
         declared = [one for several in declarations for one in several]
         number = sum(one.changes for one in declared)
         if not all(one.changes for one in declared[:number]):
@@ -130,8 +129,7 @@ class ParamStruct:
             raise ValueError(f"changing: expected the first members of the struct, got {names}")
         offsets, code, self.size, _ = _layout([(one.type, one.length) for one in declared])
         self.members = tuple(
-            Member(one.name, one.type, one.length, offset, one.type.code * (one.length or 1))
-            for one, offset in zip(declared, offsets, strict=True)
+            one._replace(offset=offset) for one, offset in zip(declared, offsets, strict=True)
         )
         first, fixed = self.members[:number], self.members[number:]
         # The native size_t packs in half the time of "Q".

@@ -9,15 +9,15 @@ from functools import cache, partial
 from typing import Any, NamedTuple
 
 from .. import jit
-from ..jit.params import F32, I32, I64, POINTER, TENSOR_MAP, Declaration, ParamStruct, bytes_type, changing
+from ..jit.params import F32, I32, I64, POINTER, TENSOR_MAP, Member, ParamStruct, bytes_type, changing
 from . import block_mask
 from .block_mask import NO_LISTS, BlockLists, Grid
 from .common import CHUNK, FLOAT_DTYPES, ceil_div, fields, offsets_in_scratch, padded, stride_params
 from .flex_captured import CAPTURED_KEYS, CapturedGradient, PreparedCaptured, terms_log2
-from .mha_backward_clear import prepare_clear
 from .mha_backward_variants import (
     BLOCK_ROWS,
     BY_KEYS,
+    CLEAR_SPEC,
     Form,
     Needs,
     flex_spec,
@@ -29,7 +29,7 @@ from .mha_backward_variants import (
 )
 from .mha_forward import NO_BOUND, list_params, scale_params
 from .mha_forward_variants import is_slow
-from .tensor_maps import TensorMaps, key_map
+from .tensor_maps import TensorMaps, head_map
 
 _FEW_SPILLS = 256
 """Bytes that a thread may spill in the whole kernel. By arithmetic that takes 400 cycles of a step of 2,560
@@ -136,7 +136,7 @@ def params_of(mod_bytes: tuple[int, int] | None = None) -> ParamStruct:
         *POINTER("lse", "delta", "weights", "dq_accum", "turns", "dk", "dv"),
         *POINTER("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "alibi_slopes"),
     ]
-    of_lists: list[Declaration] = []
+    of_lists: list[Member] = []
     if mod_bytes is not None:
         score, mask = mod_bytes
         first += [
@@ -168,6 +168,13 @@ FINISH_PARAMS = ParamStruct(
     I64("blocks"),
     I32("b", "seqlen_q", "total_q", "d_qk", "accum_columns", "sink_dtype"),
     F32("scale"),
+)
+_CLEARED_ROWS = 64
+CLEAR_PARAMS = ParamStruct(
+    changing(POINTER("cu_seqlens_q", "cu_seqlens_k"), POINTER("gradients", length=3)),  # dq, dk and dv
+    I64("strides_s", "strides_h", length=3),
+    I32("tokens", "heads", "columns", "first_ctas", length=3),
+    I32("b"),
 )
 _L2_BYTES = 20 << 20
 """What tiles that run together may read and add to of queries, in a good part of L2."""
@@ -215,7 +222,7 @@ class PreparedMhaBackward:
         self._captured = None
         if mods is not None:
             self._captured = PreparedCaptured(call, mods, self._prepare_tiles, capturing)
-        self._clear = prepare_clear(call, capturing) if call.varlen and needs.main else None
+        self._clear = _prepare_clear(call, capturing) if call.varlen and needs.main else None
         rows = call.h_q * self._blocks * BLOCK_ROWS
         self._offsets, self.scratch_bytes = offsets_in_scratch((
             4 * rows,  # lse
@@ -387,10 +394,10 @@ def _maps(call: BackwardCall, key: tuple[int, ...]) -> tuple[bytes, ...]:
     q_batches, k_batches = (1, 1) if call.varlen else (call.b, call.k_batches)
 
     def of_queries(address: int, d: int, strides: Strides) -> bytes:
-        return key_map(address, call.dtype, d, BLOCK_ROWS, call.h_q, call.total_q, q_batches, strides)
+        return head_map(address, call.dtype, d, BLOCK_ROWS, call.h_q, call.total_q, q_batches, strides)
 
     def of_keys(address: int, d: int, strides: Strides) -> bytes:
-        return key_map(address, call.dtype, d, tile_keys, call.h_kv, call.total_k, k_batches, strides)
+        return head_map(address, call.dtype, d, tile_keys, call.h_kv, call.total_k, k_batches, strides)
 
     return (
         of_queries(q, call.d_qk, call.q_strides),
@@ -398,6 +405,24 @@ def _maps(call: BackwardCall, key: tuple[int, ...]) -> tuple[bytes, ...]:
         of_keys(k, call.d_qk, call.k_strides),
         of_keys(v, call.d_v, call.v_strides),
     )
+
+
+def _prepare_clear(call: BackwardCall, capturing: Callable[[], bool]) -> Callable[..., object]:
+    """The kernel that writes zeros into the gradients of tokens that belong to no request."""
+    kernel = jit.get_kernel(CLEAR_SPEC, call.device, capturing=capturing)
+    tokens = (call.total_q * call.needs.dq, call.total_k * call.needs.dk, call.total_k * call.needs.dv)
+    ctas = [ceil_div(count, _CLEARED_ROWS) for count in tokens]
+    strides = (call.dq_strides, call.dk_strides, call.dv_strides)
+    params = CLEAR_PARAMS.pack(
+        strides_s=tuple(token for _, token, _ in strides),
+        strides_h=tuple(head for _, _, head in strides),
+        tokens=tokens,
+        heads=(call.h_q, call.h_kv, call.h_kv),
+        columns=(call.d_qk, call.d_qk, call.d_v),
+        first_ctas=(0, ctas[0], ctas[0] + ctas[1]),
+        b=call.b,
+    )
+    return kernel.prepare((sum(ctas), 1, 1), params, CLEAR_PARAMS.changing, pdl=True).launch
 
 
 def _has_weights(call: BackwardCall) -> bool:

@@ -14,6 +14,7 @@ from .common import CHUNK, DTYPES, ceil_div, padded
 BLOCK_ROWS = 64
 _BARRIER_BYTES = 640
 _REFERENCE_THREADS = 128
+CLEAR_SPEC = jit.KernelSpec("mha_backward_clear", (), threads=128, smem_bytes=0)
 
 
 class Needs(NamedTuple):

@@ -24,7 +24,7 @@ from .mha_forward_variants import (
     tile_of,
 )
 from .paged_cache import PagedCache, cache_params, page_maps
-from .tensor_maps import NO_MAP, TensorMaps, key_map, query_map
+from .tensor_maps import NO_MAP, TensorMaps, head_map
 
 if TYPE_CHECKING:
     from .mha_backward import BackwardCall
@@ -253,13 +253,14 @@ def _maps(
     q_batches, k_batches = (1, 1) if call.varlen else (call.b, call.k_batches)
 
     def of_queries(address: int, d: int, strides: tuple[int, int, int]) -> bytes:
-        return query_map(address, call.dtype, d, group, call.h_q, call.total_q, q_batches, strides)
+        rows = WARPGROUP_ROWS
+        return head_map(address, call.dtype, d, rows, call.h_q, call.total_q, q_batches, strides, group)
 
     def of_keys(address: int, d: int, strides: tuple[int, int, int]) -> bytes:
         if cache is not None and cache.own_in_cache:
             return NO_MAP
         tokens = max(1, call.total_k)
-        return key_map(address, call.dtype, d, tile_keys, call.h_kv, tokens, k_batches, strides)
+        return head_map(address, call.dtype, d, tile_keys, call.h_kv, tokens, k_batches, strides)
 
     q, k, v, out, *caches = arrays
     if not call.total_k:  # nothing is read through these maps, but there is no map of nothing

@@ -7,7 +7,7 @@ from functools import cache
 
 from .. import jit
 from ..jit.params import I32, I64, POINTER, U32, ParamStruct
-from .common import INT32_MAX, ceil_div, divisor
+from .common import ceil_div, divisor
 from .mla_cache_rows import UNIT_TOKENS, CacheFormat
 
 PARAMS = ParamStruct(
@@ -17,8 +17,6 @@ PARAMS = ParamStruct(
     U32("page_magic"),
     I32("page_shift"),
 )
-MAX_INT = INT32_MAX
-"""What the strides of the cache in bytes and the number of rows may be."""
 _THREADS = {True: 64, False: 32}  # by is_paged
 
 
@@ -31,11 +29,6 @@ def spec(format: CacheFormat, is_paged: bool) -> jit.KernelSpec:
     """The variant for a format: gathers requests by their block table, or a cache in order."""
     defines = (("FORMAT", format.code), ("PAGED", int(is_paged)))
     return jit.KernelSpec("mla_cache_gather", defines, threads=_THREADS[is_paged], smem_bytes=0)
-
-
-def specs(format: CacheFormat) -> list[jit.KernelSpec]:
-    """The variants for a format."""
-    return [spec(format, True), *([spec(format, False)] if format.is_quantized else [])]
 
 
 def launch(

@@ -31,11 +31,6 @@ def spec(format: CacheFormat, has_slots: bool) -> jit.KernelSpec:
     return jit.KernelSpec("mla_cache_write", defines, threads=_THREADS, smem_bytes=0)
 
 
-def specs(format: CacheFormat) -> list[jit.KernelSpec]:
-    """The variants for a format."""
-    return [spec(format, True), *([spec(format, False)] if format.is_quantized else [])]
-
-
 def launch(
     format: CacheFormat,
     *,

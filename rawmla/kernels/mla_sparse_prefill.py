@@ -15,7 +15,7 @@ from typing import Protocol
 
 from .. import jit
 from . import mla_cache_gather, mla_metadata, mla_sparse, mla_unite_selections
-from .common import BLOCK_TOKENS, D_V, TILE_ROWS, ceil_div, offsets_in_scratch
+from .common import BLOCK_TOKENS, D_V, INT32_MAX, TILE_ROWS, ceil_div, offsets_in_scratch
 from .mla_cache_rows import FORMATS, QUANTIZED
 from .mla_sparse import SparseAddresses, SparseCall
 
@@ -93,7 +93,7 @@ def _is_copied(call: SparseCall) -> bool:
     copies = _of_copies(call)
     if call.load_bytes < QUANTIZED[call.format].alignment:
         return False
-    if max(call.cache.block_stride, copies.cache.num_blocks) > mla_cache_gather.MAX_INT:
+    if max(call.cache.block_stride, copies.cache.num_blocks) > INT32_MAX:
         return False
     if call.format == "v32" and call.h_q <= mla_sparse.FEW_HEADS and not _is_united(copies):
         return False  # the kernel for few heads reads FP8 rows in less time

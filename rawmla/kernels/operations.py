@@ -15,7 +15,6 @@ from ..jit import KernelSpec
 from . import (
     block_mask,
     flex_captured,
-    mha_backward_clear,
     mha_backward_variants,
     mha_forward_variants,
     mla_cache_gather,
@@ -101,8 +100,10 @@ def _sparse_prefill(prefill_formats: Iterable[str]) -> Iterator[KernelSpec]:
 def _cache(sparse_formats: Iterable[str]) -> Iterator[KernelSpec]:
     for name in sparse_formats:
         for format in FORMATS[name]:
-            yield from mla_cache_write.specs(format)
-            yield from mla_cache_gather.specs(format)
+            for spec in (mla_cache_write.spec, mla_cache_gather.spec):
+                yield spec(format, True)
+                if format.is_quantized:  # also without slots or pages
+                    yield spec(format, False)
 
 
 def _indices(sparse_formats: Iterable[str]) -> Iterator[KernelSpec]:
@@ -128,7 +129,7 @@ def _mha_backward(
         for dims in mha_backward_head_dims:
             yield from mha_backward_variants.specs(dtype, *dims)
     if dtypes and mha_backward_head_dims:
-        yield mha_backward_clear.CLEAR_SPEC
+        yield mha_backward_variants.CLEAR_SPEC
 
 
 def _prefix(dtypes: Iterable[str], prefix_head_dims: Iterable[int]) -> Iterator[KernelSpec]:

@@ -10,8 +10,6 @@ from .common import CHUNK
 
 _MAX_MAPS = 1024
 NO_MAP = bytes(jit.TENSOR_MAP_BYTES)
-_ROWS = 64
-"""Query rows of a warpgroup, the rows of a box."""
 
 
 class TensorMaps(dict[Any, tuple[bytes, ...]]):
@@ -30,53 +28,28 @@ class TensorMaps(dict[Any, tuple[bytes, ...]]):
         return maps
 
 
-def query_map(
+def head_map(
     address: int,
     dtype: str,
     d: int,
-    group: int,
+    rows: int,
     heads: int,
     tokens: int,
     batches: int,
     strides: tuple[int, int, int],
+    group: int | None = None,
 ) -> bytes:
-    """The tensor map of q or out: boxes of 64 columns and 64 rows, tokens times ``group`` heads.
+    """The tensor map of an array of heads: boxes of 64 columns and ``rows`` rows.
 
-    ``strides`` as in `rawmla.kernels.mha_forward.MhaForwardCall`.
+    A row is a token. With ``group`` it is a token of one of as many heads, which share the box. ``strides``
+    as in `rawmla.kernels.mha_forward.MhaForwardCall`.
     """
-    batch, token, head = strides
-    return jit.tensor_map(
-        address,
-        dtype,
-        (d, group, tokens, heads // group, batches),
-        (2 * head, 2 * token, 2 * head * group, 2 * batch),
-        (CHUNK, group, _ROWS // group, 1, 1),
-        "128b",
-        "256b",
-    )
-
-
-def key_map(
-    address: int,
-    dtype: str,
-    d: int,
-    keys: int,
-    heads: int,
-    tokens: int,
-    batches: int,
-    strides: tuple[int, int, int],
-) -> bytes:
-    """The tensor map of k or v: boxes of 64 columns and ``keys`` tokens.
-
-    ``strides`` as in `rawmla.kernels.mha_forward.MhaForwardCall`.
-    """
-    batch, token, head = strides
-    return jit.tensor_map(
-        address,
-        dtype,
-        (d, tokens, heads, batches),
-        (2 * token, 2 * head, 2 * batch),
-        (CHUNK, keys, 1, 1),
-        "128b",
-        "256b",
-    )
+    batch, token, head = (2 * stride for stride in strides)
+    dims: tuple[int, ...] = (d, tokens, heads, batches)
+    steps: tuple[int, ...] = (token, head, batch)
+    box: tuple[int, ...] = (CHUNK, rows, 1, 1)
+    if group is not None:
+        dims = (d, group, tokens, heads // group, batches)
+        steps = (head, token, head * group, batch)
+        box = (CHUNK, group, rows // group, 1, 1)
+    return jit.tensor_map(address, dtype, dims, steps, box, "128b", "256b")
