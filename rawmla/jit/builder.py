@@ -223,13 +223,8 @@ def default_builder() -> Builder:
     """Builder of the installed sources; RAWMLA_CACHE_DIR, _CACHE_MAX_MB and _CUBIN_DIR set it up. Without the
     first the cache is in XDG_CACHE_HOME, or else in ~/.cache.
     """
-    environment = os.environ
-    return _default_builder(
-        environment.get("RAWMLA_CACHE_DIR", ""),
-        environment.get("XDG_CACHE_HOME", ""),
-        environment.get("RAWMLA_CACHE_MAX_MB", ""),
-        environment.get("RAWMLA_CUBIN_DIR", ""),
-    )
+    names = ("RAWMLA_CACHE_DIR", "XDG_CACHE_HOME", "RAWMLA_CACHE_MAX_MB", "RAWMLA_CUBIN_DIR")
+    return _default_builder(*(os.environ.get(name, "") for name in names))
 
 
 @functools.lru_cache(maxsize=8)

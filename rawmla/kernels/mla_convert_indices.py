@@ -18,7 +18,6 @@ PARAMS = ParamStruct(
 )
 _THREADS = 256
 _WARPS = _THREADS // 32
-_ROW_WARPS = (1, _WARPS)
 _WARP_COLUMNS = 256  # of a row that one warp takes at a time
 
 
@@ -31,7 +30,7 @@ def spec(row_warps: int, compact: bool) -> jit.KernelSpec:
 
 def specs() -> list[jit.KernelSpec]:
     """All variants."""
-    return [spec(row_warps, compact) for row_warps in _ROW_WARPS for compact in (False, True)]
+    return [spec(row_warps, compact) for row_warps in (1, _WARPS) for compact in (False, True)]
 
 
 def launch(

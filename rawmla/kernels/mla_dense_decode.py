@@ -19,7 +19,6 @@ FEW_ROWS = 16
 _FEW_ROWS_SMEM_BYTES = 202_752
 BOX_ROWS = (64, 32, 16)
 """Tokens that one TMA box copies."""
-_CLUSTER_DIMS = (None, None, (2, 1, 1))  # by cluster size
 
 
 class DenseDecodeAddresses(NamedTuple):
@@ -160,7 +159,7 @@ class PreparedDenseDecode:
             (tiles, call.h_kv, call.num_parts),
             params,
             PARAMS.changing,
-            cluster=_CLUSTER_DIMS[cluster],
+            cluster=(2, 1, 1) if cluster == 2 else None,
             pdl=True,
         ).launch
 
