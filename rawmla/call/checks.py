@@ -86,6 +86,15 @@ def as_float(name: str, value: Any, wanted: str) -> float:
         return math.inf if value > 0 else -math.inf
 
 
+def check_groups(h_q: int, h_kv: int, q_name: str, k_name: str) -> None:
+    """Check that every KV head has equally many query heads, one at least."""
+    if not h_kv or not h_q or h_q % h_kv:
+        raise ValueError(
+            f"{q_name}: expected h_q to be a positive multiple of the h_kv of {k_name}, got h_q {h_q} and "
+            f"h_kv {h_kv}"
+        )
+
+
 def check_place(name: str, view: Fields, device: int, framework: Framework, reference: str) -> None:
     """Check that `view` is on `device` and, if it is of another framework, that both share a stream.
 
