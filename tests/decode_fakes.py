@@ -13,6 +13,7 @@ import pytest
 import rawmla
 from rawmla import jit
 from rawmla.call import arrays, frameworks, memo
+from rawmla.flex import functions
 from rawmla.kernels import (
     common,
     mha_backward,
@@ -397,6 +398,14 @@ def prefill_arguments(layout: str = "bf16 576", *, optional: bool = False) -> Ar
 
 def out_array(**changes: Any) -> FakeArray:
     return FakeArray((B, S_Q, H_Q, 512), "bfloat16", ptr=0x7000).but(**changes)
+
+
+def trace_on_device_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let calls on any device trace functions as on device 0: torch looks for the device of a fake tensor,
+    and there may be no other.
+    """
+    tracer = functions._tracer
+    monkeypatch.setattr(functions, "_tracer", lambda kind, device, backward: tracer(kind, 0, backward))
 
 
 def put(name: str, value: Any) -> Callable[[Arguments], None]:

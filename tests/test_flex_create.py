@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from decode_fakes import FakeArray, FakeFramework, World, make_world
+from decode_fakes import FakeArray, FakeFramework, World, make_world, trace_on_device_0
 from test_flex_calls import read_struct
 
 import rawmla
@@ -333,6 +333,7 @@ def test_the_mask_keeps_what_was_read(world: World, monkeypatch: pytest.MonkeyPa
     from rawmla.flex import memo
     from rawmla.flex.block_mask import read_mask
 
+    trace_on_device_0(monkeypatch)
     looked: list[Any] = []
     original = memo.read
     monkeypatch.setattr(memo, "read", lambda *given: looked.append(given[0]) or original(*given))
@@ -352,9 +353,10 @@ def test_the_mask_keeps_what_was_read(world: World, monkeypatch: pytest.MonkeyPa
     assert read_mask(open_mask, CURRENT) is None
 
 
-def test_what_a_mask_function_reads_requires_no_grad(world: World) -> None:
+def test_what_a_mask_function_reads_requires_no_grad(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """A number on the CPU does not either, unless grad is disabled."""
     torch = pytest.importorskip("torch")
+    trace_on_device_0(monkeypatch)
     number = torch.tensor(2.0, requires_grad=True)
     mask_mod = lambda b, h, q, k: q > number  # noqa: E731
     with pytest.raises(ValueError, match="^mask_mod: expected captured numbers that need no gradient here"):

@@ -12,6 +12,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 import flex_on_cpu  # noqa: E402
+from decode_fakes import trace_on_device_0  # noqa: E402
 from emulator.device import HostTensors  # noqa: E402
 from flex_page import TRACED  # noqa: E402
 from test_flex_autograd_calls import table_of  # noqa: E402
@@ -241,7 +242,8 @@ def mask_of(mask_mod: Any) -> rawmla.BlockMask:
     return rawmla.BlockMask((256, 256), counts, counts[..., None], mask_mod=mask_mod)
 
 
-def test_a_mask_reads_its_function_once(looked: list[Any]) -> None:
+def test_a_mask_reads_its_function_once(looked: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    trace_on_device_0(monkeypatch)
     mask = mask_of(causal)
     first = read_mask(mask, 0)
     assert first is not None and first == as_reading(causal, "mask_mod", 0)
