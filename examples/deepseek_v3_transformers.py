@@ -6,7 +6,7 @@ columns whose first 512 are the values. The cache is bf16, which dense decoding 
 DeepSeek-V3.2 ("v32"), which sparse decoding reads. Prompts go through in pieces of many tokens, then all
 requests continue together, a token at a time.
 
-Weights are random. The logits of every token are compared with those of transformers' own model: over each
+Weights are random. Logits of every token are compared with the logits of transformers' own model: over each
 cache rawmla has to be as close to float32 as that model in bf16, its cache rounded the same way.
 
 It needs transformers (pip install "transformers>=5.17") and a machine with a Hopper GPU, or the switch --cpu:
@@ -136,7 +136,7 @@ def run_rawmla(model: Any, batch: Batch, texts: list[torch.Tensor]) -> list[torc
 def main() -> None:
     global mla
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--heads", type=int, default=16, help="attention heads of the model, 16 unless told")
+    parser.add_argument("--heads", type=int, default=16, help="attention heads of the model, 16 by default")
     parser.add_argument("--cpu", action="store_true", help="without a GPU, by rawmla.reference")
     options = parser.parse_args()
     device = "cpu" if options.cpu else "cuda"

@@ -18,7 +18,7 @@ import rawmla
 B, HEADS, TOKENS, D = 2, 16, 2048, 128
 WINDOW, SOFTCAP = 512, 20.0
 LENGTHS = [700, 48, 800, 500]  # of the documents in a row of tokens
-CALLS, REPEATS = 10, 5  # the fastest of so many times of so many calls
+CALLS, REPEATS = 10, 5  # the fastest of REPEATS times of CALLS calls
 TOLERANCE = 1e-2  # of the norm of a row of results, which are rounded to bf16, as are softmax's numerators
 
 

@@ -1,6 +1,6 @@
 """Flex attention with CuPy and no torch: mask and score function are CUDA text.
 
-Documents lie one after the other in a row of tokens, with ALiBi. `CudaMod` says what a Python function says
+Documents follow one another in a row of tokens, with ALiBi. `CudaMod` says what a Python function says
 with torch; arrays and numbers that the text reads are captures, and other ones need no new kernel.
 
 Run it on a machine with a Hopper GPU: python examples/flex_cupy.py
@@ -15,7 +15,7 @@ import rawmla
 
 B, HEADS, D = 2, 8, 64
 LENGTHS = [700, 48, 800, 500]  # tokens of the documents
-CALLS, REPEATS = 20, 5  # the fastest of so many times of so many calls
+CALLS, REPEATS = 20, 5  # the fastest of REPEATS times of CALLS calls
 TOLERANCE = 2e-3  # of the norm of a row of results, which are rounded to fp16, as are softmax's numerators
 
 

@@ -1,7 +1,7 @@
 """Prefill in two chunks over a paged cache: each chunk sees what the ones before it have left in the cache.
 
 The cache has vLLM's layout, in bf16 and then in FP8. The results are compared with attention over the whole
-prompts at once, which needs no cache. FP8 has 3 bits behind the leading one, so its results differ more.
+prompts at once, which needs no cache. FP8 has 3 bits after the leading one, so its results differ more.
 
 Run it on a machine with a Hopper GPU: python examples/prefix_prefill.py
 """

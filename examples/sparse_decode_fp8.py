@@ -1,6 +1,6 @@
 """Sparse decoding from an FP8 cache, in the layout of DeepSeek-V3.2 ("v32").
 
-A prompt's cache is quantised as a whole, the newest token of each request is written behind it, and the token
+A prompt's cache is quantised as a whole, the newest token of each request is written after it, and the token
 attends 256 positions of its request, itself among them, that an indexer would have chosen.
 
 Run it on a machine with a Hopper GPU: python examples/sparse_decode_fp8.py

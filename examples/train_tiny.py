@@ -27,7 +27,7 @@ import rawmla
 VOCABULARY, TOKENS, WIDTH, HEADS, LAYERS, BATCH = 32, 128, 128, 2, 2, 32
 HEAD_DIM = WIDTH // HEADS
 DOCUMENTS = 3  # of a row, with flex attention
-STEPS, SHOWN = 400, 40  # a mean loss is printed every so many steps
+STEPS, SHOWN = 400, 40  # a mean loss is printed every SHOWN steps
 LEARNED = 0.5  # of the last mean loss; guessing costs ln(32) = 3.5
 BOUND = 0.1  # of the difference of mean losses
 # By rounding alone torch's attention in bfloat16, with float32 products, and with probabilities rounded once
@@ -86,7 +86,7 @@ class Block(torch.nn.Module):
 
     def forward(self, x: torch.Tensor, attend: Attend) -> torch.Tensor:
         projected = self.qkv(self.norms[0](x)).bfloat16().unflatten(-1, (3, HEADS, HEAD_DIM))
-        q, k, v = projected.unbind(2)  # slices of one array, which rawmla reads as they lie
+        q, k, v = projected.unbind(2)  # slices of one array, which rawmla reads in place
         x = x + self.out(attend(q, k, v).flatten(2).float())
         return x + self.network(self.norms[1](x))
 
@@ -154,7 +154,7 @@ def train(name: str, attention: Callable[[torch.Tensor], Attend], documents: int
 
 
 def check_gradients() -> None:
-    """Gradients of one call, through out and lse, are those of the reference."""
+    """Gradients of one call, through out and lse, equal the reference's."""
     torch.manual_seed(2)
     q, k, v = torch.randn(3, 1, TOKENS, HEADS, HEAD_DIM, dtype=torch.bfloat16)
     leaves = [x.cuda().requires_grad_() for x in (q, k, v)]

@@ -1,6 +1,6 @@
 """Prefill of requests of very different lengths: one call of rawmla, or a call of torch's SDPA for each.
 
-The tokens of all requests lie one after the other in one array, as a server has them, and nothing is padded.
+The tokens of all requests follow one another in one array, as a server has them, and nothing is padded.
 Keys and values are slices of one projection with K and V beside each other; they are not copied.
 
 Run it on a machine with a Hopper GPU: python examples/varlen_prefill.py
@@ -16,7 +16,7 @@ import rawmla
 
 HEADS, D = 16, 128
 LENGTHS = [8000, 100, 1, 3000, 517, 64, 0, 5000, 250, 1200, 33, 2048]  # tokens of each request
-CALLS, REPEATS = 10, 5  # the fastest of so many times of so many calls
+CALLS, REPEATS = 10, 5  # the fastest of REPEATS times of CALLS calls
 TOLERANCE = 1e-2  # of the norm of a row of results: both round softmax's numerators and results to bf16
 
 

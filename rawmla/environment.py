@@ -52,8 +52,8 @@ def conflicts(path: list[str] | None = None) -> list[str]:
     if len(majors) > 1:
         sorts = "; ".join(f"CUDA {major}: {_listed(majors[major], found)}" for major in sorted(majors))
         texts.append(
-            f"libraries of {len(majors)} CUDA versions are installed together ({sorts}); keep those of the "
-            f"driver and run `pip uninstall` with the others, then {_reinstall()}"
+            f"libraries of {len(majors)} CUDA versions are installed together ({sorts}); keep the driver's "
+            f"and run `pip uninstall` with the others, then {_reinstall()}"
         )
     return texts
 

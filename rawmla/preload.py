@@ -137,8 +137,8 @@ def warmup_call(function: Callable[..., Any], *args: Any, backward: bool = False
         Its arguments. Arrays are looked at as in the call itself, and neither read nor written. A plan object
         is not filled, and no result is given.
     backward : bool
-        Also load what the gradients of the call need: those of the tensors that require grad, or of all where
-        none does.
+        Also load what the gradients of the call need: gradients of the tensors that require grad, or of
+        all where none does.
 
     Raises
     ------

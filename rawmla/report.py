@@ -153,7 +153,7 @@ def _running() -> str:
     except RawMLAError:
         if default_builder().prebuilt is None:
             raise
-        return f"only those of RAWMLA_CUBIN_DIR, {where}: NVRTC is missing"
+        return f"only kernels of RAWMLA_CUBIN_DIR, {where}: NVRTC is missing"
     if toolkit > driver_major:
         return (
             f"no: code of NVRTC {toolkit} needs a newer driver than this one for CUDA {driver_major}; "

@@ -332,7 +332,7 @@ class TestRefusals:
 
     @pytest.mark.parametrize(
         ("kv_format", "text"),
-        (("V4", "records of 656 bytes, those of k_cache, got 'V4', whose"), ("V5", "None or one of 'V32'")),
+        (("V4", "records of 656 bytes, as k_cache has, got 'V4', whose"), ("V5", "None or one of 'V32'")),
     )
     def test_wrong_format(self, world: World, kv_format: str, text: str) -> None:
         arguments = sparse_arguments("v32") | {"tile_scheduler_metadata": None, "num_splits": None}

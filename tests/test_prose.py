@@ -10,17 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = (
-    "rawmla/api",
-    "rawmla/call",
-    "rawmla/engines",
-    "rawmla/flex",
-    "rawmla/jit",
-    "rawmla/kernels",
-    "rawmla/mla",
-    "rawmla/reference",
-    "tests/kit",
-)
+FOLDERS = ("rawmla", "examples", "tests/kit")
 BETTER = {
     "that of": "repeat the noun",
     "those of": "repeat the noun",

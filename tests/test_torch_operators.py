@@ -353,7 +353,7 @@ def test_one_device() -> None:
     with FakeTensorMode() as mode:
         fakes = [mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in args]
         fakes[3] = torch.empty(3, 2, dtype=torch.int32, device="cuda")
-        with pytest.raises(ValueError, match="^block_table: expected .* device cpu, that of q, got cuda:0"):
+        with pytest.raises(ValueError, match="^block_table: expected .* device cpu, as q is, got cuda:0"):
             op(*fakes)
 
 

@@ -207,7 +207,7 @@ def _check(run: Callable[..., Any], given: dict[str, Any], address: Callable[[An
     for name, other in others:
         if other.device != tensor.device:
             raise ValueError(
-                f"{name}: expected a tensor on device {tensor.device}, that of {first}, got {other.device}"
+                f"{name}: expected a tensor on device {tensor.device}, as {first} is, got {other.device}"
             )
     try:
         stand_ins = [_stand_in(value, address) for value in given.values()]

@@ -169,7 +169,7 @@ def flash_mla_with_kvcache(
     ----------
     tile_scheduler_metadata : FlashMLASchedMeta, or array, or None
         A plan object, also one of another library with the same fields. An array with `num_splits` needs
-        `api="tensors"`, because its rows have another order than those of an object. None is a plan of this
+        `api="tensors"`, because its rows have another order than an object's. None is a plan of this
         call alone.
     is_fp8_kvcache : bool, optional
         None: True with `indices`, else False. False with `indices` is a bfloat16 cache, which FlashMLA does

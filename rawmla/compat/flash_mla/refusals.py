@@ -44,7 +44,7 @@ def check_kv_format(kv_format: Any, k_cache: Any) -> None:
     width = shape[-1]
     if width != _BYTES_OF_FORMAT[kv_format]:
         raise ValueError(
-            f"kv_format: expected None or the name of records of {width} bytes, those of k_cache, got "
+            f"kv_format: expected None or the name of records of {width} bytes, as k_cache has, got "
             f"{kv_format!r}, whose records have {_BYTES_OF_FORMAT[kv_format]} bytes"
         )
     refuse_other_records("k_cache", k_cache)
