@@ -74,7 +74,7 @@ def warmup(
         `sparse_formats`.
     mha_head_dims : iterable of pairs of int, optional
         Head dimensions (d_qk, d_v) of MHA, each 1 to 256; `warmup_call` loads what a softcap or slopes need.
-        Of "flex" the kernels are the same for all, and none if there is no pair.
+        The kernels of "flex" are the same for all pairs. Without a pair there are none.
         None: (64, 64), (96, 96), (128, 128), (192, 128) and (256, 256) if "mha" or "flex" is named, else
         none.
     mha_backward_head_dims : iterable of pairs of int, optional

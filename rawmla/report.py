@@ -1,4 +1,4 @@
-"""What ``python -m rawmla info`` shows: the machine, the packages, the cache, and what works or why not."""
+"""The report of ``python -m rawmla info``: machine, packages, cache, and what works or why not."""
 
 from __future__ import annotations
 

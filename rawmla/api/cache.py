@@ -277,8 +277,8 @@ def merge_attn_states(outs: Sequence[Any], lses: Sequence[Any], *, out: Any = No
         returns), or `[s_q, h_q]` with outs of three dimensions (what `flash_mla_sparse_fwd` returns with
         `log_base="e"`). Any strides. +inf or -inf marks a row without keys: its out is ignored, NaN or not.
     out : array, optional
-        Of the shape and dtype of `outs`, strides as theirs, no element twice; written and returned. May be
-        one of `outs`.
+        An array with the shape and dtype of `outs`, strides under the same rules, and no element twice. It is
+        written and returned, and may be one of `outs`.
 
     Returns
     -------

@@ -65,8 +65,9 @@ def flash_attn_varlen_backward(
         Its results. lse may have tokens or heads first in memory.
         dout and out are read in place under the rules for q, or copied once.
     dq, dk, dv : array, optional
-        Of the shapes of q, k and v, in their dtype: overwritten and returned. Never copied: 16-byte aligned,
-        last dimension contiguous, other strides positive multiples of 8, no element twice.
+        Arrays with the shapes of q, k and v and their dtype, which are overwritten and returned. They are
+        never copied: 16-byte aligned, last dimension contiguous, other strides positive multiples of 8, no
+        element twice.
     causal, softmax_scale, is_varlen, window_size, softcap, attn_sink, alibi_slopes, seqused_q, seqused_k
         As given to `flash_attn_varlen_func`; `learnable_sink` is another name of attn_sink.
     dlse : array, optional

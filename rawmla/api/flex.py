@@ -59,7 +59,7 @@ def flex_attention(
         tensors that a function closes over are read at every call, and other values need no new kernel. A
         `TracedMod` keeps the numbers and tensors that it read when it was made.
     block_mask : BlockMask, optional
-        Of rawmla, or torch's. Its `seq_lengths` are (L, S). Batch and head are taken modulo the
+        A mask of rawmla or of torch. Its `seq_lengths` are (L, S). Batch and head are taken modulo the
         dimensions of its lists. Blocks of a multiple of 128 tokens are fast; others, of multiples of 16,
         are brought to 128 at every call. Lists in another dtype than int32, and lists of blocks whose last
         dimension is not contiguous, are copied at every call. V of a listed block has to be finite. A
@@ -187,7 +187,7 @@ def flex_attention_backward(
     Returns
     -------
     dq, dk, dv : array
-        Of the shapes of query, key and value in their dtype, dimensions in the order of strides of these.
+        Gradients of query, key and value, with their shapes, dtype and order of dimensions in memory.
     captured : dict of str to array
         By the name of the variable, or in `CudaMod.captures`: the gradients of tensors that score_mod reads
         and that require grad, and of other arrays in `CudaMod.capture_grads`. A gradient has the array's
@@ -307,7 +307,7 @@ def trace_mod(function: Any, kind: Kind, device: Any = None) -> TracedMod:
     -------
     TracedMod
         Its `code`, `captures` and `grad` show what a kernel computes. `flex_attention`,
-        `flex_attention_backward`, `create_block_mask` and `BlockMask` take it in the place of the function.
+        `flex_attention_backward`, `create_block_mask` and `BlockMask` take it instead of the function.
 
     Raises
     ------

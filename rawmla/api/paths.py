@@ -10,14 +10,14 @@ from ..mha import forward
 
 
 def mla_operators() -> Any:
-    """Return the module whose functions call operators in the place of call paths of `rawmla.mla`."""
+    """Return the module that calls torch operators instead of the call paths of `rawmla.mla`."""
     from ..torch_ops import mla_calls  # imports torch
 
     return mla_calls
 
 
 def mha_operators() -> Any:
-    """Return the same for `rawmla.mha`."""
+    """Return the module that calls torch operators instead of the call paths of `rawmla.mha`."""
     from ..torch_ops import mha_calls  # imports torch
 
     return mha_calls

@@ -108,7 +108,7 @@ NAMESPACES: dict[str, dict[str, _Op]] = {
         _SGL_METADATA,
     ),
 }
-"""What `patch` replaces: namespace -> operator -> its schema and the function that takes its place."""
+"""Operators that `patch` replaces: namespace -> name -> schema and the function that takes its place."""
 
 _LOADED_BY = {
     "_flashmla_C": "import vllm._flashmla_C",

@@ -1,4 +1,4 @@
-"""What ``python -m rawmla doctor`` shows: which engines there are, whether they use rawmla, and what to do.
+"""The report of ``python -m rawmla doctor``: which engines there are, whether they use rawmla, what to do.
 
 Engines are looked at through their metadata and never imported; nothing is compiled.
 """

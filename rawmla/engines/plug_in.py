@@ -1,4 +1,4 @@
-"""What a plug-in knows of its engine: what it replaces, in which versions, and how it is switched on."""
+"""A record of an engine for its plug-in: replaced functions, tested versions, and the switch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Engine(NamedTuple):
     module: str
     """The engine's module whose names are replaced."""
     replaced: dict[str, str | None]
-    """What is replaced in it: name to its parameters in the tested versions; None: a class."""
+    """Names that are replaced, with their parameters in the tested versions; None: a class."""
     variable: str
     """The environment variable that turns the plug-in on, by one of `modes`."""
     modes: tuple[str, ...]

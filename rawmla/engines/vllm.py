@@ -1,9 +1,9 @@
 """The plug-in for vLLM. `register` is an entry point of the group vllm.general_plugins; the variable
 RAWMLA_VLLM turns it on.
 
-"patch" puts rawmla's functions in the place of those that vLLM's own FlashMLA module exports, so every caller
-in vLLM uses them, with the arguments of before. "backend" does the same and puts two attention backends of
-rawmla in the place of FLASHMLA and FLASHMLA_SPARSE (`rawmla.engines.vllm_backend`).
+"patch" replaces the functions that vLLM's own FlashMLA module exports by rawmla's, so every caller in vLLM
+uses them with the same arguments. "backend" also replaces the attention backends FLASHMLA and
+FLASHMLA_SPARSE by rawmla's (`rawmla.engines.vllm_backend`).
 
 vLLM calls the entry point in every process, more than once and before CUDA may be touched. So nothing here
 compiles or looks at a GPU, and of vLLM nothing but its registry of backends is imported: names are replaced

@@ -1,5 +1,5 @@
-"""rawmla's attention backends for vLLM: what RAWMLA_VLLM=backend puts in the place of FLASHMLA and
-FLASHMLA_SPARSE.
+"""rawmla's attention backends for vLLM, which replace FLASHMLA and FLASHMLA_SPARSE with
+RAWMLA_VLLM=backend.
 
 They are vLLM's FlashMLA backends but for the calls of the kernels: any number of heads without padding, a
 query in its two parts without concatenation, batch invariance, kernels loaded before the first graph is
@@ -301,7 +301,7 @@ class _SplitQuery:
 
 
 def _split(q: Any) -> Any:
-    """What vLLM gives, a tensor or the pair of its parts, as one thing with a shape."""
+    """Join a query of vLLM, a tensor or the pair of its parts, to one object with a shape."""
     if not isinstance(q, tuple):
         return q
     nope, rope = q
@@ -309,7 +309,7 @@ def _split(q: Any) -> Any:
 
 
 def _as_argument(q: Any) -> Any:
-    """What rawmla takes: a tensor or the pair of its parts."""
+    """Return the form that rawmla takes: a tensor or the pair of its parts."""
     return q.parts if isinstance(q, _SplitQuery) else q
 
 

@@ -134,9 +134,9 @@ class BlockMask:
     that it waits for the device.
 
     `create_block_mask` reads the function, or else the first call with the mask. Later calls compute with the
-    numbers, tensor objects and sizes that the function read then, without a look at the function. A variable
-    of the function that gets another number or another tensor changes nothing: assign `mask_mod`, which the
-    next call reads again. Values of tensors are read when a kernel runs, so changes in place are seen. A mask
+    numbers, tensor objects and sizes that the function read then, and do not look at the function. If a
+    variable of the function is bound to another number or tensor, assign `mask_mod` again, so that the next
+    call reads it. Values of tensors are read when a kernel runs, so changes in place are seen. A mask
     that is made of this one, by `to` or for other lengths, reads the function for itself.
     """
 

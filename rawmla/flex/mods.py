@@ -288,8 +288,8 @@ def reading_of(mod: Mod) -> Reading:
 class TracedMod:
     """A Python score or mask function as `rawmla.trace_mod` found it: CUDA text and what the text reads.
 
-    `flex_attention`, `flex_attention_backward`, `create_block_mask` and `BlockMask` take it in the place of
-    the function. No call looks at the Python function again.
+    `flex_attention`, `flex_attention_backward`, `create_block_mask` and `BlockMask` take it instead of the
+    function. No call looks at the Python function again.
 
     Attributes
     ----------

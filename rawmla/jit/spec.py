@@ -1,4 +1,4 @@
-"""What identifies one compiled variant of a kernel."""
+"""The identity of one compiled variant of a kernel."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ class BackwardMods(NamedTuple):
 
 
 class BackwardCall(NamedTuple):
-    """What stays the same when a call is repeated on other arrays. Strides are in elements, for (request,
+    """The facts of a call that stay the same on other arrays. Strides are in elements, for (request,
     token, head).
     """
 
@@ -177,7 +177,7 @@ CLEAR_PARAMS = ParamStruct(
     I32("b"),
 )
 _L2_BYTES = 20 << 20
-"""What tiles that run together may read and add to of queries, in a good part of L2."""
+"""The most bytes of Q, dO and dQ for tiles that run together: a good part of L2."""
 
 
 def section_of(readers: int, seqlen_q: int, d_qk: int, d_v: int, deterministic: bool, has_masks: bool) -> int:

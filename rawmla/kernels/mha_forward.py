@@ -45,12 +45,12 @@ class Mods(NamedTuple):
     mask_mod_bytes: int
     lists: BlockLists | None  # None: all keys are attended
     states: tuple[int, int, int, int] | None
-    """Of lists made of others: rows and columns of blocks that have states, and tokens and keys of one."""
+    """For re-blocked lists: rows and columns of the given blocks, and tokens and keys of a block."""
     max_scores: bool
 
 
 class MhaForwardCall(NamedTuple):
-    """What stays the same when a call is repeated on other arrays: sizes, and strides in elements.
+    """The facts of a call that stay the same on other arrays: sizes, and strides in elements.
 
     Strides are of the dimensions (batch, token, head), multiples of 8, and 0 for a broadcast dimension. With
     `varlen` the requests are segments of one array, and the strides of the batch are not used. Lengths
@@ -330,7 +330,7 @@ def _section(call: MhaForwardCall, heads: int) -> int:
 
 
 def scale_params(call: MhaForwardCall | BackwardCall) -> dict[str, float]:
-    """What scores are multiplied by."""
+    """The factor of scores."""
     scale = call.softmax_scale
     if call.mods is not None:
         # A function takes scores in natural units; else their scale is part of the softmax.

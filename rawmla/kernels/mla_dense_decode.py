@@ -56,7 +56,7 @@ PARAMS = ParamStruct(
 
 
 class DenseDecodeCall(NamedTuple):
-    """What stays the same when a decode call is repeated on other arrays: sizes, and strides in elements.
+    """The facts of a decode call that stay the same on other arrays: sizes, and strides in elements.
 
     ``q_rope_strides`` belong to the last 64 columns of q, which may be another array.
     ``block_table_stride`` is the stride of its rows, ``max_seqlen`` the tokens that a row has pages for.

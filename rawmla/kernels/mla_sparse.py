@@ -109,7 +109,7 @@ NO_CACHE = Cache(1, 0, 0, 0, 0, 0, 0)
 
 
 class SparseCall(NamedTuple):
-    """What stays the same when a call is repeated on other arrays; strides of q and out in elements.
+    """The facts of a call that stay the same on other arrays; strides of q and out are in elements.
 
     ``q_rope_strides`` belong to the last 64 columns of q, which may be another array. ``format`` is the
     name of a cache format in `rawmla.kernels.mla_cache_rows.FORMATS`. The addresses of cache rows are
@@ -202,7 +202,7 @@ def _widths(format: str) -> list[int]:
 
 
 def _load_bytes(format: str) -> tuple[int, ...]:
-    """What the addresses of rows may be multiples of."""
+    """Alignments of rows in bytes."""
     return (16, 8) if format in QUANTIZED else (16,)
 
 

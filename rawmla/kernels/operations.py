@@ -32,7 +32,7 @@ from .mla_cache_rows import FORMATS
 
 
 class Option(NamedTuple):
-    """What may be chosen among the variants of operations.
+    """A choice among the variants of operations.
 
     ``every`` selects all variants. ``allows`` says which values are allowed; None: the values in ``every``.
     """

@@ -9,7 +9,7 @@ from .common import divisor, exact_divisor, fields
 from .tensor_maps import NO_MAP
 
 CACHE_DTYPES = ("same", "e4m3", "e5m2")
-"""What a cache holds: values of the dtype of q, or FP8 bytes."""
+"""Dtypes of a cache: the dtype of q, or FP8."""
 _PIECE_TOKENS = 16
 """Tokens of a page that are copied together: cuda_src/mha/paged_keys.cuh."""
 

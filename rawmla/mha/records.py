@@ -86,7 +86,7 @@ class DenseOptions(NamedTuple):
     """Checked options of a call, which `options_of` makes."""
 
     max_seqlens: tuple[int, int] | None
-    """Of queries and of keys; None: requests have one length, as dimensions of the arrays."""
+    """The longest request, in queries and in keys; None: all have one length, the arrays' dimension."""
     softmax_scale: float | None
     causal: bool
     window: tuple[int, int]

@@ -1,4 +1,4 @@
-"""What rawmla computes, written down in plain NumPy and float64, for the CPU.
+"""The definitions of rawmla's operations in plain NumPy and float64, for the CPU.
 
 The functions of rawmla have the same names and arguments here and follow their definitions line by line, with
 nothing tiled, split or rounded in between; `warmup` has no counterpart. They are the oracle of the tests, and

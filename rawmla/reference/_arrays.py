@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from ._formats import decode_e4m3, decode_e5m2
 
 BYTE_DTYPES = ("float8_e4m3fn", "uint8", "int8")
-"""What a quantised cache may be an array of."""
+"""Dtypes of the array of a quantised cache."""
 E5M2_BYTE_DTYPES = ("float8_e5m2", "uint8", "int8")
 """The same for a cache of e5m2."""
 

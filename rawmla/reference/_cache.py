@@ -86,7 +86,7 @@ def dequantize_k_cache(cache: Any, layout: str) -> Any:
 def write_kv_cache(kv_c: Any, k_pe: Any, kv_cache: Any, slot_mapping: Any) -> None:
     """Write new tokens into a paged cache as `rawmla.write_kv_cache` does.
 
-    Of tokens with one slot the last is kept; there, any of them.
+    If tokens share a slot, the last one is kept; the kernel keeps any of them.
     """
     target, layout, d_qk = _read_cache(kv_cache, read_target)
     nope = read(kv_c, "kv_c", ("bfloat16",), ("T", d_qk - D_ROPE))

@@ -28,7 +28,7 @@ def decode_e5m2(codes: ArrayLike) -> NDArray[np.float32]:
 def encode_e4m3(values: ArrayLike) -> NDArray[np.uint8]:
     """The nearest e4m3 numbers as uint8: ties to even, saturating at 448 (infinities too), NaN to 0x7f.
 
-    What `cvt.rn.satfinite.e4m3x2.f32` does.
+    The rounding of `cvt.rn.satfinite.e4m3x2.f32`.
     """
     values = np.asarray(values)
     values = values if values.dtype == np.float64 else values.astype(np.float32)

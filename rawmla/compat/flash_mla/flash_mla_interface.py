@@ -181,7 +181,7 @@ def flash_mla_with_kvcache(
         sgl-flash-mla's name of the cache's records: "V32" (656 bytes) or "V4" (584). None: by their size.
         "V32_NO_ROPE" and "V41" have no kernel here.
     descale_q, descale_k : array, optional
-        Of FP8 dense decoding, which has no kernel here: None.
+        Scales of FP8 dense decoding, which has no kernel here: None.
     use_legacy : bool
         Changes nothing: both kernel sets of sgl-flash-mla are served by the same kernels.
 

@@ -1,4 +1,4 @@
-"""What FlashMLA computes on some GPU and rawmla does not: errors that name the argument and the remedy."""
+"""Errors for operations that FlashMLA has and rawmla does not; they name the argument and the remedy."""
 
 from __future__ import annotations
 
@@ -77,9 +77,9 @@ MEGA_ATTENTION = (
 def refused(
     name: str, remedy: str, required: str | None = None, **defaults: object
 ) -> Callable[..., NoReturn]:
-    """Make a function that raises, in the place of one that FlashMLA has for SM100.
+    """Make a function that raises. It has the name of a function that FlashMLA has for SM100.
 
-    ``required`` are the names of its parameters without default, which ``defaults`` follow; None: it takes
+    ``required`` has the names of its parameters without default, which ``defaults`` follow; None: it takes
     any arguments.
     """
 
