@@ -14,6 +14,7 @@ import rawmla
 
 from . import jit
 from .api import dense, flex
+from .call.arguments import SECOND_NAMES
 from .call.arrays import READERS, is_array
 from .call.checks import as_bool
 from .call.frameworks import Fields, Framework
@@ -109,16 +110,10 @@ def warmup(
     >>> rawmla.warmup("mha", mha_head_dims=[(128, 128)])
     """
     specs = specs_of(
-        operations,
-        dtypes=dtypes,
-        d_qk=d_qk,
-        page_block_sizes=page_block_sizes,
-        sparse_formats=sparse_formats,
-        prefill_formats=prefill_formats,
-        mha_head_dims=mha_head_dims,
-        mha_backward_head_dims=mha_backward_head_dims,
-        prefix_head_dims=prefix_head_dims,
-    )
+        operations, dtypes=dtypes, d_qk=d_qk, page_block_sizes=page_block_sizes,
+        sparse_formats=sparse_formats, prefill_formats=prefill_formats, mha_head_dims=mha_head_dims,
+        mha_backward_head_dims=mha_backward_head_dims, prefix_head_dims=prefix_head_dims,
+    )  # fmt: skip
     if device is None:
         device = jit.current_device()
     for spec in specs:
@@ -177,18 +172,11 @@ def warmup_call(function: Callable[..., Any], *args: Any, backward: bool = False
 
 
 _WITH_BACKWARD = (*[getattr(dense, name) for name in dense.__all__], flex.flex_attention)
-_SECOND_NAMES = {
-    "cu_seqlens_qo": "cu_seqlens_q",
-    "cu_seqlens_kv": "cu_seqlens_k",
-    "max_seqlen_qo": "max_seqlen_q",
-    "max_seqlen_kv": "max_seqlen_k",
-    "learnable_sink": "attn_sink",
-}
 
 
 def _call_dense_backward(given: dict[str, Any], results: tuple[Any, Any]) -> None:
     """The call for the gradients of a call of dense attention with these arguments and results."""
-    for second, first in _SECOND_NAMES.items():
+    for second, first in SECOND_NAMES.items():
         if given.get(second) is not None:
             given[first] = given[second]
     get, packing = given.get, None

@@ -26,16 +26,9 @@ from rawmla.jit.entry import untrusted_reason
 Rows = list[tuple[str, str]]
 
 _PACKAGES = (
-    "numpy",
-    "cupy-cuda12x",
-    "cupy-cuda13x",
-    "cupy",
-    "cuda-bindings",
-    "nvidia-cuda-nvrtc-cu12",
-    "nvidia-cuda-nvrtc",
-    "torch",
-    "ml_dtypes",
-)
+    "numpy cupy-cuda12x cupy-cuda13x cupy cuda-bindings nvidia-cuda-nvrtc-cu12 nvidia-cuda-nvrtc torch "
+    "ml_dtypes"
+).split()
 
 
 def collect() -> dict[str, Rows]:

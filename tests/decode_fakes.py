@@ -404,8 +404,8 @@ def trace_on_device_0(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let calls on any device trace functions as on device 0: torch looks for the device of a fake tensor,
     and there may be no other.
     """
-    tracer = functions._tracer
-    monkeypatch.setattr(functions, "_tracer", lambda kind, device, backward: tracer(kind, 0, backward))
+    memo_for = functions._memo_for
+    monkeypatch.setattr(functions, "_memo_for", lambda kind, device: memo_for(kind, 0))
 
 
 def put(name: str, value: Any) -> Callable[[Arguments], None]:

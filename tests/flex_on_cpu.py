@@ -118,8 +118,11 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Launches:
             with torch.no_grad():
                 _backward(launches, self.call, addresses, lists, captured)
 
-    for module in (flex_forward_call, flex_backward_call, autograd):
+    for module in (flex_backward_call, autograd):
         monkeypatch.setattr(module, "as_reading", named)
+    monkeypatch.setattr(
+        flex_forward_call, "as_bound", lambda function, kind, device, framework: named(function, kind, device)
+    )
     for module in (flex_forward_call, flex_backward_call):
         monkeypatch.setattr(module, "bound", recorded)
     monkeypatch.setattr(mha_forward, "PreparedMhaForward", PreparedForward)

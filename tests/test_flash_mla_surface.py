@@ -269,7 +269,7 @@ def test_same_meaning_of_dense_attention(
     packings: list[Packing | None] = []
 
     def attend(arrays: DenseArrays, options: None, packing: Packing | None = None) -> None:
-        reached.update(arrays._asdict())
+        reached.update(DenseArrays._make(arrays)._asdict())
         packings.append(packing)
 
     def note_options(*given: Any) -> None:

@@ -1417,7 +1417,7 @@ class TestPythonFunctions:
 
 def test_python_functions_need_torch(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
-    monkeypatch.setattr(functions, "_tracer", functions._tracer.__wrapped__)  # not the one found before
+    monkeypatch.setattr(functions, "_memo_for", functions._memo_for.__wrapped__)  # not the one found before
     for arguments in (
         {"score_mod": lambda s, b, h, q, k: s},
         {"block_mask": mask_of(mask_mod=lambda b, h, q, k: q >= k)},

@@ -740,8 +740,8 @@ def test_captures_of_cuda_text_that_require_grad() -> None:
 def test_mask_functions_have_no_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     table, limit = torch.randn(L, requires_grad=True), torch.tensor(0.5, requires_grad=True)
     monkeypatch.setattr(
-        "rawmla.flex.functions._tracer",
-        lambda kind, *given: lambda mask: reading_of(trace(mask, kind)),
+        "rawmla.flex.memo.read",
+        lambda mask, kind, *given: reading_of(trace(mask, kind)),
     )
     for mask, shape in ((lambda b, h, q, k: table[q] > 0, "[50]"), (lambda b, h, q, k: q > limit, "[]")):
         reading = as_reading(mask, "mask_mod", 0)

@@ -36,7 +36,8 @@ from torch.nn.functional import silu  # noqa: E402
 import rawmla  # noqa: E402
 from rawmla.call import arrays  # noqa: E402
 from rawmla.flex import memo  # noqa: E402
-from rawmla.flex.functions import Bound, as_reading, bound  # noqa: E402
+from rawmla.flex.functions import as_bound, bound  # noqa: E402
+from rawmla.flex.mods import Bound, Reading  # noqa: E402
 from rawmla.flex.trace import trace  # noqa: E402
 
 SCALE = 2.0
@@ -616,7 +617,7 @@ def bind(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], Bound]:
         monkeypatch.setitem(arrays.READERS, kind, framework.read)
 
     def bound_now(function: Any) -> Bound:
-        made = bound(as_reading(function, "score_mod", 0), "score_mod", 0, framework)
+        made = bound(as_bound(function, "score_mod", 0, framework), "score_mod", 0, framework)
         assert made is not None
         return made
 
@@ -739,6 +740,30 @@ def test_nothing_is_kept_of_a_refused_function(bind: Any) -> None:
     assert len(memo._kept) == kept
     limit = 3
     assert list(bind(function).numbers) == [3]
+
+
+def test_what_is_bound_at_once() -> None:
+    """A call finds what an earlier one of its framework bound, unless a number or a gradient is read."""
+    framework, other = HostTensors(torch), HostTensors(torch)
+    table, limit = torch.randn(50), torch.tensor(3)
+
+    def call(function: Any, framework: Any) -> Any:
+        found = as_bound(function, "score_mod", 0, framework)
+        bound(found, "score_mod", 0, framework)
+        return type(found)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setitem(arrays.READERS, torch.Tensor, framework.read)
+        assert [call(biased(table), framework) for _ in range(3)] == [Reading, Bound, Bound]
+        assert [call(biased(torch.randn(50)), framework) for _ in range(2)] == [Bound] * 2
+        assert call(biased(torch.randn(100)[::2]), framework) is Reading
+        assert [call(biased(table), other) for _ in range(3)] == [Reading] * 3
+        assert [call(biased(table, limit), framework) for _ in range(3)] == [Reading] * 3
+        assert call(functools.partial(biased(table)), framework) is Reading
+        table.requires_grad_()
+        with torch.no_grad():
+            assert [call(biased(table), framework) for _ in range(3)] == [Reading, Bound, Bound]
+        assert type(as_bound(biased(table), "score_mod", 0, framework)) is Reading
 
 
 def test_functions_of_one_code_beside_each_other(bind: Any, traces: list[Any]) -> None:

@@ -187,9 +187,9 @@ def test_a_traced_function_of_the_other_kind() -> None:
 def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jit, "current_device", lambda: 3)
     given: list[Any] = []
-    tracer = functions._tracer
+    memo_for = functions._memo_for
     monkeypatch.setattr(
-        functions, "_tracer", lambda kind, device, backward: given.append(device) or tracer(kind, 0, backward)
+        functions, "_memo_for", lambda kind, device: given.append(device) or memo_for(kind, 0)
     )
     for device, ordinal in ((None, 3), (1, 1), ("cuda:2", 2), (torch.device("cuda", 1), 1)):
         given.clear()

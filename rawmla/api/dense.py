@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..mha.arguments import NO_WINDOW, either
-from ..mha.records import DenseArrays, Packing, Window
+from ..mha.records import Packing, Window
 from .paths import dense_path
 
 __all__ = [
@@ -177,9 +177,7 @@ def flash_attn_varlen_func(
         dropout_p, softmax_scale, causal, deterministic, is_varlen, window_size, softcap, attention_chunk,
         (max_seqlen_q, max_seqlen_k),
     )  # fmt: skip
-    arrays = DenseArrays(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, attn_sink, alibi_slopes, out
-    )
+    arrays = (q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, attn_sink, alibi_slopes, out)
     return path.attend(arrays, options)
 
 
@@ -245,9 +243,7 @@ def flash_attn_varlen_qkvpacked_func(
         dropout_p, softmax_scale, causal, deterministic, is_varlen, window_size, softcap, attention_chunk,
         (max_seqlen, max_seqlen), ("max_seqlen", "max_seqlen"),
     )  # fmt: skip
-    arrays = DenseArrays(
-        qkv, None, None, cu_seqlens, None, seqused_q, seqused_k, attn_sink, alibi_slopes, out
-    )
+    arrays = (qkv, None, None, cu_seqlens, None, seqused_q, seqused_k, attn_sink, alibi_slopes, out)
     return path.attend(arrays, options, Packing("qkv", 3, head_dim_qk))
 
 
@@ -324,9 +320,7 @@ def flash_attn_varlen_kvpacked_func(
         dropout_p, softmax_scale, causal, deterministic, is_varlen, window_size, softcap, attention_chunk,
         (max_seqlen_q, max_seqlen_k),
     )  # fmt: skip
-    arrays = DenseArrays(
-        q, kv, None, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, attn_sink, alibi_slopes, out
-    )
+    arrays = (q, kv, None, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, attn_sink, alibi_slopes, out)
     return path.attend(arrays, options, Packing("kv", 2, head_dim_qk))
 
 
@@ -393,5 +387,5 @@ def flash_attn_func(
         dropout_p, softmax_scale, causal, deterministic, False, window_size, softcap, attention_chunk,
         None,
     )  # fmt: skip
-    arrays = DenseArrays(q, k, v, None, None, None, None, attn_sink, alibi_slopes, out)
+    arrays = (q, k, v, None, None, None, None, attn_sink, alibi_slopes, out)
     return path.attend(arrays, options)

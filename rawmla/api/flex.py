@@ -132,11 +132,10 @@ def flex_attention(
     >>> out = rawmla.flex_attention(q, k, v, lambda s, b, h, q, k: s - 0.1 * (q - k), mask)
     """
     call = between_graphs().attend if tracing.is_traced(query) else forward.attend
-    arguments = forward.Arguments(
+    return call((
         query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options, return_aux,
         deterministic, out,
-    )  # fmt: skip
-    return call(arguments)
+    ))  # fmt: skip
 
 
 def flex_attention_backward(

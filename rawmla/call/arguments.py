@@ -27,6 +27,15 @@ class Sizes(dict[str, int]):
 
 _NO_ALIASES: Mapping[str, str] = {}
 
+SECOND_NAMES = {
+    "cu_seqlens_qo": "cu_seqlens_q",
+    "cu_seqlens_kv": "cu_seqlens_k",
+    "max_seqlen_qo": "max_seqlen_q",
+    "max_seqlen_kv": "max_seqlen_k",
+    "learnable_sink": "attn_sink",
+}
+"""The second names of arguments of dense attention, and their first names."""
+
 
 class Arg(NamedTuple):
     """An array argument of an operation."""

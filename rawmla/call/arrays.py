@@ -57,10 +57,12 @@ _frameworks: dict[str, Any] = {}
 
 def needs_gradient(*arrays: Any) -> bool:
     """Whether torch makes a graph of a call: grad is enabled, and one of these tensors requires it."""
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.is_grad_enabled():
+    if not tracing.is_grad_enabled():
         return False
-    return True in [getattr(x, "requires_grad", False) for x in arrays]
+    for x in arrays:
+        if getattr(x, "requires_grad", False):
+            return True
+    return False
 
 
 def read_given(x: Any, name: str) -> Fields | None:

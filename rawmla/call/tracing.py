@@ -18,6 +18,13 @@ def _ask_without_torch(array: Any) -> bool:
     return hasattr(sys.modules.get("torch"), "compiler") and ask_torch()(array)
 
 
+def _grad_without_torch() -> bool:
+    return hasattr(sys.modules.get("torch"), "compiler") and (ask_torch(), is_grad_enabled())[1]
+
+
+is_grad_enabled: Callable[[], bool] = _grad_without_torch
+"""`torch.is_grad_enabled`, once torch is there; read from this module at every call, as `is_traced` is."""
+
 is_traced: Callable[[Any], bool] = _ask_without_torch
 """Whether torch follows a call with this array, or list of arrays, as its first argument. Read it from this
 module at every call: it is another function once torch is there.
@@ -26,7 +33,7 @@ module at every call: it is another function once torch is there.
 
 def ask_torch() -> Callable[[Any], bool]:
     """Make `is_traced` ask torch, which has been imported; returns it."""
-    global is_traced
+    global is_traced, is_grad_enabled
     import torch
 
     is_dynamo_compiling = torch.compiler.is_dynamo_compiling
@@ -45,7 +52,7 @@ def ask_torch() -> Callable[[Any], bool]:
             torch._C.DispatchKey.Python
         )
 
-    is_traced = ask
+    is_traced, is_grad_enabled = ask, torch.is_grad_enabled
     return ask
 
 

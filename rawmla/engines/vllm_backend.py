@@ -40,12 +40,24 @@ from rawmla.kernels.mla_combine import split_row_bytes
 from rawmla.kernels.mla_metadata import MAX_BATCH
 
 
-class RawMLABackend(FlashMLABackend):
+class _ForHopper:
+    """The answers that both backends give to vLLM."""
+
+    @classmethod
+    def supports_compute_capability(cls, capability: Any) -> bool:
+        """As of vLLM's backends, like all methods here."""
+        return bool(capability.major == 9 and capability.minor == 0)
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return True
+
+
+class RawMLABackend(_ForHopper, FlashMLABackend):
     """Dense MLA. FP8 caches are decoded by vLLM's own kernel. Pages of 64 tokens: smaller ones are slower."""
 
     @staticmethod
     def get_builder_cls() -> type[RawMLAMetadataBuilder]:
-        """As of vLLM's backends, like all methods here."""
         return RawMLAMetadataBuilder
 
     @staticmethod
@@ -55,14 +67,6 @@ class RawMLABackend(FlashMLABackend):
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
         return [576, 512]
-
-    @classmethod
-    def supports_compute_capability(cls, capability: Any) -> bool:
-        return _is_hopper(capability)
-
-    @classmethod
-    def supports_batch_invariance(cls) -> bool:
-        return True
 
     @classmethod
     def supports_combination(
@@ -135,25 +139,16 @@ class RawMLAImpl(FlashMLAImpl):
         return out, lse.transpose(1, 2).reshape(-1, lse.shape[1])
 
 
-class RawMLASparseBackend(FlashMLASparseBackend):
+class RawMLASparseBackend(_ForHopper, FlashMLASparseBackend):
     """Sparse MLA over bfloat16 and "fp8_ds_mla" (656-byte) caches."""
 
     @staticmethod
     def get_builder_cls() -> type[RawMLASparseMetadataBuilder]:
-        """As of vLLM's backends, like all methods here."""
         return RawMLASparseMetadataBuilder
 
     @staticmethod
     def get_impl_cls() -> type[RawMLASparseImpl]:
         return RawMLASparseImpl
-
-    @classmethod
-    def supports_compute_capability(cls, capability: Any) -> bool:
-        return _is_hopper(capability)
-
-    @classmethod
-    def supports_batch_invariance(cls) -> bool:
-        return True
 
 
 class RawMLASparseMetadataBuilder(FlashMLASparseMetadataBuilder):
@@ -261,10 +256,6 @@ def _decode_only_what_is_decoding(builder: Any, vllm_config: Any) -> None:
     """
     if envs.VLLM_BATCH_INVARIANT:
         builder.reorder_batch_threshold = max_decode_query_len(vllm_config)
-
-
-def _is_hopper(capability: Any) -> bool:
-    return bool(capability.major == 9 and capability.minor == 0)
 
 
 def _dtype_of(vllm_config: Any) -> str:

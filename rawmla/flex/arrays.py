@@ -90,26 +90,13 @@ def check_arrays(
             check_on_device(name, view, device, framework)
     (q_strides, k_strides, v_strides), copied = read_strides(dtype, q, k, v)
     call = MhaForwardCall(
-        device=device,
-        dtype=dtype,
-        b=b,
-        k_batches=k_batches,
-        h_q=h_q,
-        h_kv=h_kv,
-        d_qk=sizes["E"],
-        d_v=sizes["Ev"],
-        varlen=False,
-        max_seqlen_q=sizes["L"],
-        max_seqlen_k=sizes["S"],
-        total_q=sizes["L"],
-        total_k=sizes["S"],
-        q_strides=q_strides,
-        k_strides=k_strides,
-        v_strides=v_strides,
+        device=device, dtype=dtype, varlen=False, softmax_scale=sizes["E"] ** -0.5,
+        b=b, k_batches=k_batches, h_q=h_q, h_kv=h_kv, d_qk=sizes["E"], d_v=sizes["Ev"],
+        max_seqlen_q=sizes["L"], max_seqlen_k=sizes["S"], total_q=sizes["L"], total_k=sizes["S"],
+        q_strides=q_strides, k_strides=k_strides, v_strides=v_strides,
         out_strides=by_token(fresh_out_strides(q, sizes["Ev"])[:-1]),
         lse_strides=(h_q * sizes["L"], sizes["L"]),
-        softmax_scale=sizes["E"] ** -0.5,
-    )
+    )  # fmt: skip
     return call, copied
 
 

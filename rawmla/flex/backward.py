@@ -19,9 +19,9 @@ from ..mha.arguments import fresh_out_strides
 from .arrays import FP8, addresses_of, by_token, check_arrays, kinds_of, read_dense, read_strides
 from .block_lists import Q_LISTS
 from .block_mask import lacks_columns, read_mask, with_columns
-from .functions import Bound, as_reading, bound, header_of, packed_of, within_blocks
+from .functions import as_reading, bound, header_of, packed_of, within_blocks
 from .lists import Checked, GivenLists, Prepared, check_lists, check_streams, launch_lists, read_lists
-from .mods import Reading
+from .mods import Bound, Reading
 from .traced import between_graphs
 
 _SCRATCH_STEP = 128

@@ -61,26 +61,9 @@ def and_masks(*mask_mods: Mask) -> Mask:
 
 
 def or_masks(*mask_mods: Mask) -> Mask:
-    """The mask function that hides what all of these hide.
+    """The mask function that hides what all of these hide. None given: everything is hidden.
 
-    Parameters
-    ----------
-    *mask_mods : callable
-        Python functions `mask_mod(b, h, q_idx, kv_idx)`. None given: everything is hidden.
-
-    Returns
-    -------
-    callable
-        A function of the same arguments, for `flex_attention` and `create_block_mask`.
-
-    Raises
-    ------
-    TypeError
-        One is no callable. CUDA text, also in a `CudaMod`, is joined by ``||``.
-
-    Notes
-    -----
-    Calls none of them, allocates and enqueues nothing.
+    Parameters, result and errors are as for `and_masks`, but CUDA text is joined by ``||``.
     """
     return _joined(mask_mods, operator.or_, False, "||")
 

@@ -16,8 +16,9 @@ from ..mha.arguments import check_out_layout, fresh_out_strides
 from .arrays import addresses_of, by_token, check_arrays, kinds_of, read_dense
 from .block_lists import LISTS
 from .block_mask import read_mask
-from .functions import IDENTITY, Bound, as_reading, bound, header_of, packed_of, reads_gradient, within_blocks
+from .functions import IDENTITY, as_bound, bound, header_of, packed_of, reads_gradient, within_blocks
 from .lists import Checked, GivenLists, Prepared, check_lists, check_streams, launch_lists, read_lists
+from .mods import Bound
 
 
 class AuxRequest(NamedTuple):
@@ -60,17 +61,19 @@ class Arguments(NamedTuple):
     out: Any
 
 
-def attend(arguments: Arguments) -> Any:
-    """`flex_attention`, with a graph of autograd where a tensor needs one."""
+def attend(arguments: tuple[Any, ...]) -> Any:
+    """`flex_attention`, with a graph of autograd where a tensor needs one. ``arguments`` has the fields of
+    `Arguments`, which takes longer to make.
+    """
     results = attend_alone(arguments)
     if results is not None:
         return results
     from .autograd import attention  # imports torch
 
-    return attention(arguments)
+    return attention(Arguments._make(arguments))
 
 
-def attend_alone(arguments: Arguments) -> Any:
+def attend_alone(arguments: tuple[Any, ...]) -> Any:
     """`flex_attention` without a graph; None where a tensor that the call reads needs one."""
     (
         query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options, return_aux,
@@ -96,7 +99,7 @@ def attend_alone(arguments: Arguments) -> Any:
         check_streams(_ARGUMENTS, views, lists)
 
     blocks = checked.blocks
-    score_read = as_reading(score_mod, "score_mod", device)
+    score_read = as_bound(score_mod, "score_mod", device, framework)
     mask_read = None if blocks is None else read_mask(block_mask, device)
     if reads_gradient(score_read, mask_read):
         return None

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from types import FunctionType
+from typing import Any
 
 from ..call.arrays import READERS, needs_gradient
 from ..call.checks import INT32_MAX, check_place, show
@@ -16,6 +17,7 @@ from .header import HEADER_NAME, header
 from .mods import (
     NO_BYTES,
     NO_FUNCTION,
+    Bound,
     Capture,
     CudaMod,
     Form,
@@ -48,13 +50,26 @@ def as_reading(function: Any, kind: Kind, device: int, backward: bool = False) -
         given = CudaMod(function) if isinstance(function, str) else function
         return reading_of(given.mod(with_gradients))
     if callable(function):
-        return _tracer(kind, device, with_gradients)(function)
+        memo, place = _memo_for(kind, device)
+        reading: Reading = memo.read(function, kind, place, with_gradients)
+        return reading
     raise TypeError(f"{kind}: expected a function, a CudaMod or CUDA text, got {show(function)}")
 
 
+def as_bound(function: Any, kind: Kind, device: int, framework: Framework) -> Reading | Bound | None:
+    """Read a function as `as_reading` does, and bind one of Python at once where that was done before. What
+    is bound needs no gradient.
+    """
+    if type(function) is not FunctionType:
+        return as_reading(function, kind, device)
+    memo, place = _memo_for(kind, device)
+    found: Reading | Bound = memo.recall(function, kind, place, framework)
+    return found
+
+
 @lru_cache(maxsize=256)
-def _tracer(kind: Kind, device: int, backward: bool) -> Callable[[Any], Reading]:
-    """The function that traces functions of a kind, whose tensors are on the device."""
+def _memo_for(kind: Kind, device: int) -> tuple[Any, Any]:
+    """The module `memo`, and the device of torch on which the tensors of functions of a kind are."""
     try:
         import torch
     except ImportError as error:
@@ -64,8 +79,7 @@ def _tracer(kind: Kind, device: int, backward: bool) -> Callable[[Any], Reading]
         ) from error
     from . import memo
 
-    place = torch.device("cuda", device)
-    return lambda function: memo.read(function, kind, place, backward)
+    return memo, torch.device("cuda", device)
 
 
 def traced(function: Any, kind: Kind, device: int) -> TracedMod:
@@ -74,11 +88,12 @@ def traced(function: Any, kind: Kind, device: int) -> TracedMod:
         raise ValueError(f"kind: expected 'score_mod' or 'mask_mod', got {kind!r}")
     if isinstance(function, (CudaMod, TracedMod)) or not callable(function):
         raise TypeError(f"function: expected a Python function, got {show(function)}")
-    reading = _tracer(kind, device, False)(function)
+    memo, place = _memo_for(kind, device)
+    reading = memo.read(function, kind, place)
     gradients: Any = None
     if kind == "score_mod":
         try:
-            gradients = _tracer(kind, device, True)(function)
+            gradients = memo.read(function, kind, place, True)
         except (NotImplementedError, ValueError) as error:
             gradients = type(error)(*error.args)  # without the frames of its traceback
     from .names import names_of
@@ -86,9 +101,12 @@ def traced(function: Any, kind: Kind, device: int) -> TracedMod:
     return TracedMod(kind, reading, names_of(function, reading.arrays), gradients)
 
 
-def reads_gradient(*readings: Reading | None) -> bool:
+def reads_gradient(*functions: Reading | Bound | None) -> bool:
     """Whether torch makes a graph of a call that reads these functions."""
-    read = [x for reading in readings if reading is not None for x in (*reading.arrays, *reading.sources)]
+    read: list[Any] = []
+    for one in functions:
+        if isinstance(one, Reading):
+            read += (*one.arrays, *one.sources)
     return bool(read) and needs_gradient(*read)
 
 
@@ -102,23 +120,16 @@ def check_mask(reading: Reading) -> None:
             )
 
 
-class Bound(NamedTuple):
-    """A function with the addresses and numbers of a call."""
-
-    form: Form
-    addresses: list[int]  # of its arrays
-    numbers: list[int | float]
-    packed: bytes
-
-
-def bound(reading: Reading | None, kind: Kind, device: int, framework: Framework) -> Bound | None:
+def bound(reading: Reading | Bound | None, kind: Kind, device: int, framework: Framework) -> Bound | None:
     """Bind a function to the addresses of its arrays and the values of its numbers, as they are in this call;
-    None is None. A function with gradients reads its arrays without a graph, since their gradients are
-    results.
+    None is None, and a `Bound` stays as it is. A function with gradients reads its arrays without a graph,
+    since their gradients are results.
     """
-    if reading is None:
-        return None
+    if reading is None or isinstance(reading, Bound):
+        return reading
     frame, arrays, sources = reading
+    if not arrays and not sources:
+        return frame.alone
     name = f"{kind}: an array that it reads"
     addresses: list[int] = []
     kinds: tuple[Any, ...] = ()

@@ -19,7 +19,8 @@ from ..kernels.mha_forward import NO_BOUND, MhaForwardCall
 from ..kernels.mha_forward_variants import WARPGROUP_ROWS
 from .arrays import addresses_of, has_scores, kinds_of
 from .block_lists import LISTS, Q_LISTS
-from .functions import Bound, check_on_device, packed_of
+from .functions import check_on_device, packed_of
+from .mods import Bound
 
 INTEGERS = ("int32", "int64", "int16", "int8", "uint8")
 MASK_PARTS = ("BLOCK_SIZE", "mask_mod", "seq_lengths")

@@ -1,9 +1,9 @@
 """Traces of functions, kept for as long as nothing that a function reads is of another kind.
 
 A function is known by its code and by what it reads: cells, globals, attributes, defaults, arguments of
-functools.partial. Tensors count by dtype, shape, device and whether they require grad, everything else by
-value. The functions of a few modules are trusted to give the same for the same arguments. A function that
-reads anything else, such as an object, a module or a class of a user's, the time, or the layout of a
+functools.partial. Tensors count by dtype, shape, strides, device and whether they require grad, everything
+else by value. The functions of a few modules are trusted to give the same for the same arguments. A function
+that reads anything else, such as an object, a module or a class of a user's, the time, or the layout of a
 tensor in memory, is traced at every call.
 """
 
@@ -21,9 +21,11 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 
+from ..call.arrays import READERS
+from ..call.frameworks import Fields, Framework
 from ..call.memo import Memo
 from .code import Chain, CodeNames, names_in
-from .mods import Frame, Reading, reading_of
+from .mods import Bound, Frame, Reading, reading_of
 from .trace import trace
 
 MAX_COMPARED = 10_000
@@ -42,7 +44,16 @@ class _Kept(NamedTuple):
     numbers: list[tuple[Any, int | None]]
     """Values, or the places of the tensors that have them."""
     fixed: list[Any] | None
-    """The values of the numbers; None where a tensor has one."""
+    """The values of the numbers; None where a tensor has one, or a capture needs a gradient."""
+    bound: dict[Framework, Bound]
+    """The function as the last call of a framework bound it, by `recall`."""
+
+    def reading(self, views: list[Fields]) -> Reading:
+        """The function with the tensors of a look at it."""
+        sources = self.fixed
+        if sources is None:
+            sources = [value if place is None else views[place][6] for value, place in self.numbers]
+        return Reading(self.frame, [views[place][6] for place in self.captures], sources)
 
 
 _kept: Memo[_Kept] = Memo()
@@ -58,7 +69,6 @@ def read(
     Arguments and errors are as for `trace`.
     """
     look = _Look()
-    tensors = look.tensors
     try:
         key = (kind, device, backward, _described(function, look))
         found = _kept.get(key)
@@ -66,17 +76,45 @@ def read(
         return reading_of(trace(function, kind, device, backward))
     if found is None:
         reading = reading_of(trace(function, kind, device, backward))
-        _keep(key, reading, tensors)
+        _keep(key, reading, look)
         return reading
-    frame, captures, numbers, sources = found
-    if sources is None:
-        sources = [value if place is None else tensors[place] for value, place in numbers]
-    return Reading(frame, [tensors[place] for place in captures], sources)
+    return found.reading(look.views)
 
 
-def _keep(key: Any, reading: Reading, tensors: list[torch.Tensor]) -> None:
+def recall(
+    function: types.FunctionType,
+    kind: Literal["score_mod", "mask_mod"],
+    device: torch.device,
+    framework: Framework,
+) -> Reading | Bound:
+    """Read a function as `read` does, or bind it at once: where a call of the framework bound it to arrays of
+    these kinds before, none of which needs a gradient, and no tensor of the CPU has one of its numbers.
+    """
+    look = _Look()
+    views = look.views
+    try:
+        found = _kept.get((kind, device, False, _described_function(function, look)))
+    except _NOT_KNOWN:
+        found = None
+    if found is None:
+        return read(function, kind, device)
+    if found.fixed is None:
+        return found.reading(views)
+    addresses = [views[place][0] for place in found.captures]
+    known = found.bound.get(framework)
+    if known is not None and known.addresses == addresses:
+        return known
+    read_of = [views[place] for place in found.captures]
+    form = found.frame.forms.get(sum([view[1:4] for view in read_of], ()))
+    if form is None or {view[4:6] for view in read_of} - {(device.index, framework)}:
+        return found.reading(views)
+    found.bound[framework] = Bound(form, addresses, found.fixed, form.pack(addresses, found.fixed))
+    return found.bound[framework]
+
+
+def _keep(key: Any, reading: Reading, look: _Look) -> None:
     """Remember a trace, but none that reads a tensor which is not among those found."""
-    places = {id(tensor): place for place, tensor in enumerate(tensors)}
+    places = {id(view[6]): place for place, view in enumerate(look.views)}
     captures = [places[id(array)] for array in reading.arrays if id(array) in places]
     if len(captures) < len(reading.arrays):
         return
@@ -86,17 +124,22 @@ def _keep(key: Any, reading: Reading, tensors: list[torch.Tensor]) -> None:
         if place is None and isinstance(source, torch.Tensor):  # made by the trace, of a number
             source = source.item()
         numbers.append((source if place is None else None, place))
-    is_fixed = all(place is None for _, place in numbers)
-    _kept.keep(key, _Kept(reading.frame, captures, numbers, [x for x, _ in numbers] if is_fixed else None))
+    is_fixed = all([place is None for _, place in numbers]) and all([look.views[i][0] for i in captures])
+    fixed = [x for x, _ in numbers] if is_fixed else None
+    _kept.keep(key, _Kept(reading.frame, captures, numbers, fixed, {}))
+
+
+_UNREAD = (0, (), (), "", -1, None)
+"""The first fields of a tensor that is not read: it is a number of the CPU, or needs a gradient."""
 
 
 class _Look:
     """One look at what a function reads."""
 
-    __slots__ = ("around", "left", "tensors")
+    __slots__ = ("around", "left", "views")
 
     def __init__(self) -> None:
-        self.tensors: list[torch.Tensor] = []  # found so far
+        self.views: list[Any] = []  # fields of the tensors found so far
         self.around: list[types.FunctionType] = []  # being described, one inside of the other
         self.left = MAX_COMPARED  # objects that may still be compared
 
@@ -127,9 +170,11 @@ def _described_function(function: types.FunctionType, look: _Look) -> Any:
         code.globals
         and tuple(
             [
-                _described_variable(scope[name], chains, look)
-                if name in scope
-                else _described_module(builtins, ((name,),), look)
+                _described_module(builtins, ((name,),), look)
+                if name not in scope
+                else _described_module(scope[name], chains, look)
+                if type(scope[name]) is types.ModuleType
+                else _BY_CLASS[type(scope[name])](scope[name], look)
                 for name, chains in code.globals
             ]
         ),
@@ -178,12 +223,23 @@ def _described_all(several: Collection[Any], look: _Look) -> tuple[Any, ...]:
 
 
 def _described_tensor(x: torch.Tensor, look: _Look) -> Any:
-    for place, tensor in enumerate(look.tensors):
-        if tensor is x:
+    views = look.views
+    for place, view in enumerate(views):
+        if view[6] is x:
             return ("again", place)
-    look.tensors.append(x)
+    requires_grad = x.requires_grad
     # Sizes may stand in the trace: where a function reads one, takes a slice or unbinds.
-    described = ("tensor", x.dtype, x.shape, x.requires_grad, x.device)
+    described: tuple[Any, ...] = ()
+    if not (x.is_cpu and not x.dim()) and not (requires_grad and torch.is_grad_enabled()):
+        try:
+            view = READERS[type(x)](x, "a tensor that it reads")
+            described = (requires_grad, view[1:6])
+            views.append(view)
+        except (TypeError, ValueError):  # noqa: SIM105  (suppress takes longer)
+            pass
+    if not described:
+        views.append((*_UNREAD, x))
+        described = ("tensor", x.dtype, x.shape, requires_grad, x.device)
     if x.__dict__:  # torch.compile leaves something there too
         return (described, _described_names(x.__dict__, look))
     return described
@@ -240,7 +296,7 @@ class _Describers(dict[type, _Describer]):
         return _refused  # a user's dict or a defaultdict, say, has more than its contents
 
 
-_OF_NAMED_TUPLES = vars(_Kept).keys()
+_OF_NAMED_TUPLES = vars(Reading).keys()
 """The members of any NamedTuple, beside its fields, that has none of its own."""
 
 

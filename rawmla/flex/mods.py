@@ -6,7 +6,7 @@ import ctypes
 import re
 import struct
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from types import NoneType
 from typing import Any, Literal, NamedTuple
 
@@ -354,6 +354,12 @@ class Frame:
         self.mod = mod  # its arrays are None, and its numbers 0
         self.forms: Memo[Form] = Memo()  # by shape, strides and dtype of one capture after the other
 
+    @cached_property
+    def alone(self) -> Bound:
+        """The function, which reads nothing, as every call binds it."""
+        form = Form(self.mod, ())
+        return Bound(form, [], [], form.pack((), ()))
+
 
 frame_of = lru_cache(maxsize=1024)(Frame)
 """The `Frame` of a `Mod` without arrays and numbers."""
@@ -405,6 +411,15 @@ class Form:
                 raise ValueError(f"a score or mask function: expected integers of 64 bits, got {value}")
             fitted.append(value if number.is_integer else ctypes.c_float(value).value)
         return fitted
+
+
+class Bound(NamedTuple):
+    """A function with the addresses and numbers of a call."""
+
+    form: Form
+    addresses: list[int]  # of its arrays
+    numbers: list[int | float]
+    packed: bytes
 
 
 def _padding(code: str) -> str:

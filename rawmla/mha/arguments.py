@@ -34,7 +34,7 @@ def either(name: str, value: Any, alias: str, alias_value: Any) -> Any:
 
 def as_length(name: str, value: Any) -> int:
     """`value` as a number of tokens. Arrays are refused: reading one synchronises."""
-    length = as_int(name, value)
+    length = value if value.__class__ is int else as_int(name, value)
     if length < 0:
         raise ValueError(f"{name}: expected an int of at least 0, got {length}")
     return length

@@ -23,9 +23,10 @@ WHAT = "dense attention"
 
 
 def attend(
-    arrays: DenseArrays, options: DenseOptions, packing: Packing | None = None
+    given: tuple[Any, ...], options: DenseOptions, packing: Packing | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute out and lse with a graph; q, k, v, what holds them, or attn_sink requires grad."""
+    arrays = DenseArrays._make(given)
     check_no_out(arrays.out)
     read_given(arrays.alibi_slopes, "alibi_slopes")  # has no gradient: refused where it requires grad
     names = ("q", "k", "v") if packing is None else ("qkv",) if packing.parts == 3 else ("q", "kv")

@@ -56,7 +56,7 @@ _OF_KV = dict.fromkeys(("k", "v"), "kv")
 _calls: Memo[Prepared] = Memo(shared=True)
 
 
-def read(arrays: DenseArrays, packing: Packing | None = None) -> tuple[Parts, tuple[Any, ...]]:
+def read(arrays: tuple[Any, ...], packing: Packing | None = None) -> tuple[Parts, tuple[Any, ...]]:
     """Read the arrays of a call, in the order of `DenseArrays`; parts of a packed array become arrays."""
     q, k, v, starts_q, starts_k, used_q, used_k, sink, slopes, out = arrays
     parts, name_of_starts = SEPARATE, "cu_seqlens_q"
@@ -106,8 +106,8 @@ def _unpacked(packed: Any, packing: Packing) -> tuple[list[Any], list[Fields]]:
     return indices, views
 
 
-def attend(arrays: DenseArrays, options: DenseOptions, packing: Packing | None = None) -> tuple[Any, Any]:
-    """Compute out and lse."""
+def attend(arrays: tuple[Any, ...], options: DenseOptions, packing: Packing | None = None) -> tuple[Any, Any]:
+    """Compute out and lse. ``arrays`` has the fields of `DenseArrays`, which takes longer to make."""
     parts, views = read(arrays, packing)
     q, k, v, cu_seqlens_q, cu_seqlens_k, used_q, used_k, sink, slopes, out_view = views
     q_ptr, q_shape, q_steps, dtype, device, framework, _ = q
@@ -136,7 +136,7 @@ def attend(arrays: DenseArrays, options: DenseOptions, packing: Packing | None =
         out_ptr = pointer(out)
     else:
         lse, scratch = allocate()
-        out, out_ptr = arrays.out, out_view[0]
+        out, out_ptr = arrays[-1], out_view[0]
     if launch is not None:
         # In the order of MhaForwardAddresses.
         addresses = (
@@ -236,30 +236,14 @@ def check_call(
     left, right = options.window
     (q_strides, k_strides, v_strides), copied = read_strides(q, k, v)
     fields = dict(
-        device=device,
-        dtype=dtype,
-        b=b,
-        k_batches=b,
-        h_q=h_q,
-        h_kv=h_kv,
-        d_qk=d_qk,
-        d_v=d_v,
-        varlen=varlen,
-        max_seqlen_q=min(max_q, total_q),
-        max_seqlen_k=min(max_k, total_k),
-        total_q=total_q,
-        total_k=total_k,
-        q_strides=q_strides,
-        k_strides=k_strides,
-        v_strides=v_strides,
-        softmax_scale=softmax_scale,
-        window_left=left,
-        window_right=0 if options.causal else right,
-        softcap=options.softcap,
+        device=device, dtype=dtype, varlen=varlen, softmax_scale=softmax_scale, softcap=options.softcap,
+        b=b, k_batches=b, h_q=h_q, h_kv=h_kv, d_qk=d_qk, d_v=d_v,
+        max_seqlen_q=min(max_q, total_q), max_seqlen_k=min(max_k, total_k), total_q=total_q, total_k=total_k,
+        q_strides=q_strides, k_strides=k_strides, v_strides=v_strides,
+        window_left=left, window_right=0 if options.causal else right,
         sink_dtype=None if arrays.attn_sink is None else arrays.attn_sink[3],
-        has_alibi=arrays.alibi_slopes is not None,
-        alibi_stride_b=alibi_stride_b,
-    )
+        has_alibi=arrays.alibi_slopes is not None, alibi_stride_b=alibi_stride_b,
+    )  # fmt: skip
     return fields, copied
 
 

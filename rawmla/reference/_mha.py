@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 
+from ..call.arguments import SECOND_NAMES
 from ._arrays import (
     FLOAT_DTYPES,
     INT_DTYPES,
@@ -24,34 +25,24 @@ from ._heads import Rules, attend, attend_backward, sinks_of
 
 _FUNCTION = TypeVar("_FUNCTION", bound=Callable[..., Any])
 _DTYPES = ("bfloat16", "float16", "float32")
-_LENGTHS = {
-    "cu_seqlens_qo": "cu_seqlens_q",
-    "cu_seqlens_kv": "cu_seqlens_k",
-    "max_seqlen_qo": "max_seqlen_q",
-    "max_seqlen_kv": "max_seqlen_k",
-}
-_SINK = {"learnable_sink": "attn_sink"}
 
 
-def _named(**aliases: str) -> Callable[[_FUNCTION], _FUNCTION]:
-    """Let a function take arguments by other keywords too: `other="name"`."""
+def _with_second_names(function: _FUNCTION) -> _FUNCTION:
+    """Let a function take arguments by their `SECOND_NAMES` too."""
 
-    def decorate(function: _FUNCTION) -> _FUNCTION:
-        @functools.wraps(function)
-        def renamed(*args: Any, **kwargs: Any) -> Any:
-            for alias, name in aliases.items():
-                if alias in kwargs:
-                    if name in kwargs:
-                        raise TypeError(f"{alias}: expected one of {alias} and {name}, got both")
-                    kwargs[name] = kwargs.pop(alias)
-            return function(*args, **kwargs)
+    @functools.wraps(function)
+    def renamed(*args: Any, **kwargs: Any) -> Any:
+        for alias, name in SECOND_NAMES.items():
+            if alias in kwargs:
+                if name in kwargs:
+                    raise TypeError(f"{alias}: expected one of {alias} and {name}, got both")
+                kwargs[name] = kwargs.pop(alias)
+        return function(*args, **kwargs)
 
-        return cast(_FUNCTION, renamed)
-
-    return decorate
+    return cast(_FUNCTION, renamed)
 
 
-@_named(**_LENGTHS, **_SINK)
+@_with_second_names
 def flash_attn_varlen_func(
     q: Any,
     k: Any,
@@ -91,7 +82,7 @@ def flash_attn_varlen_func(
     return _Call.of((q, k, v), sides, rules, attn_sink, alibi_slopes).forward(out)
 
 
-@_named(**_SINK)
+@_with_second_names
 def flash_attn_varlen_qkvpacked_func(
     qkv: Any,
     cu_seqlens: Any,
@@ -119,7 +110,7 @@ def flash_attn_varlen_qkvpacked_func(
     return _Call.of((q, k, v), sides, rules, attn_sink, alibi_slopes).forward(out)
 
 
-@_named(**_LENGTHS, **_SINK)
+@_with_second_names
 def flash_attn_varlen_kvpacked_func(
     q: Any,
     kv: Any,
@@ -150,7 +141,7 @@ def flash_attn_varlen_kvpacked_func(
     return _Call.of((q, k, v), sides, rules, attn_sink, alibi_slopes).forward(out)
 
 
-@_named(**_SINK)
+@_with_second_names
 def flash_attn_func(
     q: Any,
     k: Any,
@@ -172,7 +163,7 @@ def flash_attn_func(
     return _Call.of((q, k, v), None, rules, attn_sink, alibi_slopes).forward(out)
 
 
-@_named(**_LENGTHS, **_SINK)
+@_with_second_names
 def flash_attn_varlen_backward(
     dout: Any,
     q: Any,
@@ -212,7 +203,7 @@ def flash_attn_varlen_backward(
     return call.backward(dout, out, lse, dlse, (dq, dk, dv))
 
 
-@_named(**_SINK)
+@_with_second_names
 def flash_attn_backward(
     dout: Any,
     q: Any,

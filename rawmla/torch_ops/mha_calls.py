@@ -60,7 +60,7 @@ def _operator(arrays: DenseArrays, options: DenseOptions) -> tuple[str, tuple[An
     return "flash_attn_varlen", (*lengths, scale, causal, is_varlen, *masks, used_q, used_k, deterministic)
 
 
-def attend(arrays: DenseArrays, options: DenseOptions, packing: Packing | None = None) -> tuple[Any, Any]:
+def attend(arrays: tuple[Any, ...], options: DenseOptions, packing: Packing | None = None) -> tuple[Any, Any]:
     """As `rawmla.mha.forward.attend`."""
     q, k, v, starts_q, starts_k, used_q, used_k, sink, slopes, out = arrays
     if packing is not None:
@@ -71,8 +71,9 @@ def attend(arrays: DenseArrays, options: DenseOptions, packing: Packing | None =
             (q, k, v), starts_k = parts, starts_q
         else:
             k, v = parts
-        arrays = DenseArrays(q, k, v, starts_q, starts_k, used_q, used_k, sink, slopes, out)
-    name, call = _operator(arrays, options)
+    name, call = _operator(
+        DenseArrays(q, k, v, starts_q, starts_k, used_q, used_k, sink, slopes, out), options
+    )
     return call_with_out(name, (q, k, v, *call), out)
 
 
