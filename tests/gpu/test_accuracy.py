@@ -1,4 +1,4 @@
-"""Error of decoding against float64, at most the error that FlashMLA's kernels have on the same kind of input.
+"""Error of decoding against float64: at most the error of FlashMLA's kernels on the same kind of input.
 
 FlashMLA is commit 9241ae3 on one H200. Both kernels round the probabilities and the result to the type of the
 cache. How much the former costs moves by 3 % with where the probabilities lie between two powers of two, so

@@ -28,7 +28,8 @@ HEADS = (1, 2, 3, 8, 9, 16, 17, 24, 32, 48, 63, 64, 65, 66, 96, 126, 128, 130, 1
 TOPK = (1, 63, 64, 65, 133, 2051)
 PAGES = (1, 2, 32, 53, 61, 64, 69, 576)
 EXTRA: dict[str, Any] = {"extra_s_k": 300, "extra_topk": 133, "extra_page_block_size": 2}
-BF16_PREFILL = next(kind for kind in PREFILL if not kind.fp8)
+BF16_PREFILL = [kind for kind in PREFILL if not kind.fp8]
+ROWS = BF16_PREFILL[0]
 DECODE_KIND = DECODE[0]
 # Few tokens, whose work is split, and many, whose work is not.
 SIZES = ({"b": 2, "s_k": 3000, "topk": 3000}, {"b": 3, "topk": 200}, {"b": 150, "topk": 100})
@@ -126,10 +127,10 @@ def test_65536_query_tokens_in_one_request(h_q: int) -> None:
 @pytest.mark.parametrize(("tokens", "h_q", "topk"), ((70_000, 5, 130), (16_385, 64, 100), (1_000_000, 1, 33)))
 def test_more_tokens_of_prefill_than_a_plan_takes(tokens: int, h_q: int, topk: int) -> None:
     """Tokens at the seams between plans and a sample of the others are compared."""
-    inputs = BF16_PREFILL.make(
+    inputs = ROWS.make(
         b=tokens, h_q=h_q, s_k=2 * topk, topk=topk, lengths="random", empty_rows=0.01, sink=True
     )
-    got = BF16_PREFILL.run(inputs)
+    got = ROWS.run(inputs)
     seams = torch.arange(0, tokens, -(-tokens // -(-tokens // 16384)))
     draw = torch.Generator().manual_seed(0)
     sample = torch.cat(
@@ -143,7 +144,7 @@ def test_more_tokens_of_prefill_than_a_plan_takes(tokens: int, h_q: int, topk: i
         indices=inputs.indices[sample],
         topk_length=inputs.topk_length[sample],
     )
-    BF16_PREFILL.check(chosen, tuple(x[sample] for x in got))
+    ROWS.check(chosen, tuple(x[sample] for x in got))
     assert bool(got[0].isfinite().all()) and not any(bool(x.isnan().any()) for x in got[1:])
 
 
@@ -283,7 +284,7 @@ def test_one_of_two_caches_is_empty(kind: Kind) -> None:
 
 
 @pytest.mark.parametrize("h_q", (8, 16, 32))
-@pytest.mark.parametrize("kind", (kind for kind in PREFILL if not kind.fp8), ids=lambda kind: kind.name)
+@for_kinds(BF16_PREFILL)
 def test_united_selections(kind: Kind, h_q: int) -> None:
     """Also of rows that a token selects many times, and others of its group once or not at all."""
     for tokens, s_k, topk in ((512, 300, 100), (1025, 4700, 300), (2047, 19000, 1200)):
@@ -307,28 +308,28 @@ def test_united_selections(kind: Kind, h_q: int) -> None:
 
 def test_united_selections_in_chunks() -> None:
     """Groups that scratch has no room for at once are attended one chunk after the other."""
-    inputs = BF16_PREFILL.make(b=1023, h_q=16, s_k=1000, topk=190, lengths="random", sink=True)
+    inputs = ROWS.make(b=1023, h_q=16, s_k=1000, topk=190, lengths="random", sink=True)
     with united_selections(scratch_bytes=1 << 20):
-        BF16_PREFILL.checked(inputs)
+        ROWS.checked(inputs)
 
 
 # ---- arrays
 
 
 def test_one_row_of_indices_for_all_tokens() -> None:
-    inputs = BF16_PREFILL.make(b=9, topk=133)
-    BF16_PREFILL.checked(replace(inputs, indices=inputs.indices[:1].expand(9, -1, -1)))
+    inputs = ROWS.make(b=9, topk=133)
+    ROWS.checked(replace(inputs, indices=inputs.indices[:1].expand(9, -1, -1)))
 
 
 @pytest.mark.parametrize("stride", (0, 8, 64, 568))
 def test_rows_of_kv_that_overlap(stride: int) -> None:
     """Windows of one long row."""
-    inputs = BF16_PREFILL.make(b=5, h_q=64, s_k=300, topk=200)
+    inputs = ROWS.make(b=5, h_q=64, s_k=300, topk=200)
     rows = slots_of(inputs)
     flat = torch.randn(stride * rows + 576, device="cuda").mul(0.1).bfloat16()
     windows = replace(inputs, k_cache=flat.as_strided((rows, 1, 1, 576), (stride, stride, 576, 1)))
     apart = replace(inputs, k_cache=windows.k_cache.contiguous())
-    BF16_PREFILL.assert_bits("overlapping", BF16_PREFILL.run(windows), BF16_PREFILL.checked(apart))
+    ROWS.assert_bits("overlapping", ROWS.run(windows), ROWS.checked(apart))
 
 
 @for_kinds([kind for kind in DECODE if kind.cache is not BF16_512])
@@ -352,7 +353,7 @@ def test_block_stride_times_block_past_2_31() -> None:
 
 def test_kv_past_2_31_elements() -> None:
     """Offsets are 64-bit: the last rows of 5 GiB."""
-    kind = next(kind for kind in PREFILL if kind.cache.get("d_qk") == 512)
+    kind = BF16_PREFILL[1]
     inputs = kind.make(b=7, h_q=64, s_k=800, topk=300)
     rows = 2**31 // 512 + 1000
     kv = torch.full((rows, 1, 1, 512), float("nan"), dtype=torch.bfloat16, device="cuda")

@@ -1,8 +1,8 @@
 """Matrices of sparse decoding over FP8 caches and of prefill over bf16 rows.
 
 A test builds its caches and indices once per case, for 128 heads. Calls with fewer heads take a slice of q,
-which has gaps in memory; calls without an extra cache or sinks leave them out. References are computed after the
-calls, for all heads at once. A test goes on after a mismatch, so one run shows all that fails.
+which has gaps in memory; calls without an extra cache or sinks leave them out. References are computed after
+the calls, for all heads at once. A test goes on after a mismatch, so one run shows all that fails.
 """
 
 from collections.abc import Iterable
