@@ -1,4 +1,4 @@
-"""Parts of cuda_src on the GPU: wgmma of several widths with operands in every form, TMA of 2 to 5 dimensions."""
+"""Parts of cuda_src: wgmma of several widths with operands in every form, TMA of 2 to 5 dimensions."""
 
 from __future__ import annotations
 

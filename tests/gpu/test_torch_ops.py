@@ -35,8 +35,8 @@ def arguments(case: str, device: str) -> tuple[Any, list[Any]]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_as_on_the_cpu(case: str) -> None:
-    """Results, and what is written: integers and bytes are equal, numbers are close, strides are the same. The
-    operator does what its schema and its implementation for fake tensors say.
+    """Results, and what is written: integers and bytes are equal, numbers are close, strides are the same.
+    The operator does what its schema and its implementation for fake tensors say.
     """
     compared = []
     for device in ("cuda", "cpu"):
