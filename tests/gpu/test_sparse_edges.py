@@ -3,11 +3,13 @@
 Numbers are in test_sparse_numbers.py.
 """
 
+import random
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from gpu_support import assert_same_bits, torch, united_selections
+from full_cases import full_unless
+from gpu_support import assert_same_bits, poison, torch, united_selections
 from sparse_kinds import (
     BF16_512,
     DECODE,
@@ -33,6 +35,19 @@ ROWS = BF16_PREFILL[0]
 DECODE_KIND = DECODE[0]
 # Few tokens, whose work is split, and many, whose work is not.
 SIZES = ({"b": 2, "s_k": 3000, "topk": 3000}, {"b": 3, "topk": 200}, {"b": 150, "topk": 100})
+
+# (requests or tokens, tokens of the cache, topk)
+COMBINED_SIZES = (
+    (1, 4321, 4096),
+    (1, 64, 8192),
+    (4, 1521, 2048),
+    (4, 32, 384),
+    (74, 650, 576),
+    (74, 114, 64),
+    (213, 300, 100),
+    (321, 592, 128),
+    (1024, 95, 128),
+)
 
 
 def extra_for(kind: Kind) -> dict[str, Any]:
@@ -146,6 +161,41 @@ def test_more_tokens_of_prefill_than_a_plan_takes(tokens: int, h_q: int, topk: i
     )
     ROWS.check(chosen, tuple(x[sample] for x in got))
     assert bool(got[0].isfinite().all()) and not any(bool(x.isnan().any()) for x in got[1:])
+
+
+@for_kinds()
+@pytest.mark.parametrize("seed", full_unless(lambda seed: seed < 2, range(16)))
+def test_random_combinations(seed: int, kind: Kind) -> None:
+    """Sizes and options that occur together; an `out` that is given holds NaN before."""
+    draw = random.Random(seed)
+    heads = [h for h in HEADS if not kind.clusters or h > 64]
+    for number in range(24):
+        b, s_k, topk = draw.choice(COMBINED_SIZES)
+        s_q, limited, gap = (draw.choice(x) for x in ((1, 3), (0, 1), (0, 1)))
+        case: dict[str, Any] = {
+            "b": b,
+            "h_q": draw.choice(heads),
+            "s_k": s_k,
+            "topk": topk,
+            "lengths": "random" if limited else None,
+            "sink": draw.random() < 0.5,
+            "sharp": draw.random() < 0.3,
+            "empty_rows": 0.02,
+            "block_gap": gap,
+            "index_gap": gap,
+            "power_of_two_scales": True,
+            "seed": number,
+        }
+        if not kind.prefill:
+            case |= {"s_q": s_q, "page_block_size": draw.choice(PAGES)}
+        if not kind.prefill and draw.random() < 0.5:
+            case |= {**EXTRA, "extra_topk": draw.choice((33, 64, 512)), "extra_lengths": case["lengths"]}
+        inputs = kind.make(**case)
+        out = torch.full_like(inputs.q[..., :512], float("nan")) if gap else None
+        out = out[:, 0] if kind.prefill and gap else out
+        with poison(s_q == 1):  # without it, plan and attention overlap
+            got = kind.run(inputs, form=draw.choice(kind.forms), out=out)
+        kind.check(inputs, got)
 
 
 # ---- what must not be read

@@ -1,25 +1,23 @@
 """A q in two arrays, the second with the RoPE columns, gives the bits of one array.
 
-In every kernel that reads q, in a CUDA graph, and with arrays of every framework.
+In every kernel that reads q, and in a CUDA graph. Which pairs are taken is in tests/test_split_q_calls.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
 import pytest
 from gpu_support import (
-    cupy,
     forget_prepared_calls,
     no_kernel_loaded,
     small_plans,
     torch,
     united_selections,
 )
-from test_frameworks import Producer, forms, to_cupy
 
 import rawmla
 from kit import DenseCase, SparseCase
@@ -172,7 +170,7 @@ def kernels_asked_for(monkeypatch: pytest.MonkeyPatch) -> list[jit.KernelSpec]:
 def test_bits_of_one_array(reads: Reads, monkeypatch: pytest.MonkeyPatch) -> None:
     call = reads.make()
     pair = split(call.arguments["q"])
-    for form in forms(call):
+    for form in call.forms():
         want = call.run(form)
         call.check(want)
         asked = kernels_asked_for(monkeypatch)
@@ -222,35 +220,3 @@ def test_in_a_graph_after_warmup_call(reads: Reads) -> None:
             assert_results(f"times {factor}", call, got, call.run())
         graph.reset()
         torch.cuda.synchronize()
-
-
-@pytest.mark.parametrize("reads", SEVERAL, ids=lambda reads: reads.id)
-def test_frameworks(reads: Reads) -> None:
-    """CuPy arrays, arrays of a library that has DLPack alone, and one array each of torch and CuPy: results
-    are of the framework of the first.
-    """
-    call = reads.make()
-    want = call.run()
-    pair = split(call.arguments["q"])
-    torch.cuda.synchronize()
-    for text, change in (("CuPy", to_cupy), ("DLPack", Producer)):
-        got = call.mapped(change).run(q=tuple([change(x) for x in pair]))
-        assert all(isinstance(x, cupy.ndarray) for x in got)
-        cupy.cuda.get_current_stream().synchronize()
-        assert_results(text, call, tuple(torch.from_dlpack(x) for x in got), want)
-    got = call.run(q=(pair[0], to_cupy(pair[1])))
-    assert all(isinstance(x, torch.Tensor) for x in got)
-    assert_results("torch and CuPy", call, got, want)
-
-
-def test_one_token_and_one_head() -> None:
-    """Dimensions of size 1 may have any stride."""
-    case = replace(SPARSE[0].case, b=1, s_q=1, h_q=1, lengths=None)
-    for make, one in ((make_sparse_call, case), (make_prefill_call, replace(case, shared=True))):
-        call = make(one)
-        want = call.run()
-        call.check(want)
-        pair = [
-            x.contiguous().as_strided(x.shape, (*[3] * (x.ndim - 1), 1)) for x in split(call.arguments["q"])
-        ]
-        assert_results("any stride", call, call.run(q=tuple(pair)), want)
