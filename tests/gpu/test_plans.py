@@ -80,7 +80,7 @@ PLANS = {
     "two rows": lambda total: [total // 2, total],
     "a row per block": lambda total: [1] * total,
     "more rows than blocks": lambda total: [1] * (total + 40),
-    "uneven": lambda total: [random.Random(5).randint(1, 9) for _ in range(60)],
+    "uneven": lambda total: random.Random(5).choices(range(1, 10), k=60),
     "everything split at odd places": lambda total: [3, 5, 7, 11, 1, 1, 13] * 6,
 }
 
