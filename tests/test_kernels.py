@@ -1,0 +1,527 @@
+"""Every kernel variant as the compiler makes it, and what its C++ and its Python side have to agree on."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import kernel_variants
+import numpy as np
+import pytest
+from cuda_probe import (
+    assert_in_header,
+    assert_in_kernel,
+    assert_no_losses,
+    assert_products_are_not_serialised,
+)
+from full_cases import full_unless
+from kernel_params import DENSE_DECODE, SPARSE_DECODE, family
+from kernel_variants import (
+    BY_KEY,
+    BY_QUERY,
+    CAUSAL,
+    DOCUMENTS,
+    DTYPES,
+    FLAGS,
+    FLEX,
+    FORWARD,
+    GRADIENTS,
+    GRID,
+    NEEDS,
+    QUICK,
+    SOFTCAP,
+    SPECS,
+    VARIANTS,
+    forward_spec,
+    gradient_spec,
+    size_of,
+)
+from test_params import conditions_of, has_members
+
+import rawmla
+from kit import plans
+from rawmla import jit, reference
+from rawmla.flex.functions import header_of, within_blocks
+from rawmla.flex.mods import CudaMod, reading_of
+from rawmla.jit import KernelSpec
+from rawmla.jit.builder import Builder
+from rawmla.jit.cache import DiskCache
+from rawmla.jit.params import ParamStruct
+from rawmla.jit.sources import find_source_root
+from rawmla.jit.spec import MAX_SMEM_BYTES
+from rawmla.kernels import (
+    block_mask,
+    common,
+    default_specs,
+    flex_captured,
+    mha_backward,
+    mha_backward_variants,
+    mha_forward,
+    mha_forward_variants,
+    mla_cache_gather,
+    mla_cache_rows,
+    mla_cache_write,
+    mla_combine,
+    mla_convert_indices,
+    mla_merge_states,
+    mla_metadata,
+    mla_sparse,
+)
+from rawmla.kernels.flex_captured import IN_ANY_ORDER, IN_DIGITS, IN_UNITS, LARGEST, captured_spec
+from rawmla.kernels.mha_backward_variants import BY_KEYS, BY_KEYS_WIDE, BY_PRODUCT, form_of, specs
+
+
+def of(name: str) -> list[KernelSpec]:
+    return [spec for spec in SPECS if spec.name == name]
+
+
+def test_variants() -> None:
+    assert len(set(SPECS)) == len(SPECS) and set(default_specs()) < set(SPECS)
+    assert not any(prefill for _, prefill in map(family, default_specs()))
+    for arguments in (
+        *(("v32", 512, 16), ("model1", 576, 16), ("bf16", 576, 8)),
+        *(("v32", 576, 4), ("fp8", 576, 16)),
+    ):
+        with pytest.raises(ValueError, match="^sparse decode: expected"):
+            mla_sparse.spec(*arguments)
+    assert specs("bfloat16", 40, 40, True, True, True) == specs("bfloat16", 64, 64, True, True, True)
+
+
+SHARED_MOVES = {
+    "mla_sparse_fp8": (2, 1, 2),
+    "mla_sparse_fp8_cluster": (1, 1, 2),
+    "mla_sparse_fp8_few_heads": (1, 4, 1),
+}
+"""How many warpgroups have each setmaxnreg, in the order of the kernel, where it is not one."""
+
+
+@pytest.mark.parametrize("name", full_unless(lambda name: name in QUICK, VARIANTS))
+def test_compiles_without_spills(name: str) -> None:
+    """An SM has room for a CTA, and setmaxnreg moves no more registers than the launch gives: one count per
+    role, in steps of 8, some up, some down.
+
+    At d 192/128 flex attention's forward may spill if half the tile does not. Functions of users may spill.
+    """
+    spec = VARIANTS[name]
+    if spec in kernel_variants.HALF_TILES and jit.build(spec).losses:
+        spec = kernel_variants.HALF_TILES[spec]
+    variant = assert_no_losses(spec)
+    assert "-arch=sm_90a" in variant.built.meta["options"]
+    moves = variant.moves()
+    has_roles = spec.name in ("mha_forward", *DENSE_DECODE, *SPARSE_DECODE)
+    has_roles |= spec.name in ("mha_backward", "mha_backward_by_product")
+    if not moves:
+        assert not has_roles
+        return
+    launched, warpgroups = variant.built.meta["registers"], spec.threads // 128
+    assert {kind for kind, _ in moves} == {"inc", "dec"}
+    assert all(count % 8 == 0 and 24 <= count <= 256 for _, count in moves)
+    assert all((count > launched) == (kind == "inc") or count == launched for kind, count in moves)
+    counts = [count for _, count in moves]
+    if spec.name in (*DENSE_DECODE, *SPARSE_DECODE):
+        shared = SHARED_MOVES.get(spec.name, (1,) * len(moves))
+        assert sum(shared) == warpgroups
+        moved = sum(count * several for count, several in zip(counts, shared, strict=True))
+    else:  # roles move in several places; consumers are more than one and have the most
+        roles = sorted(set(counts))
+        moved = sum(roles) + (warpgroups - len(roles)) * roles[-1]
+    assert moved <= warpgroups * launched, (moves, launched)
+
+
+@pytest.mark.parametrize(
+    "which",
+    full_unless(
+        lambda which: which == ((256, 256), "both read"),
+        itertools.product(kernel_variants.FLEX_DIMS, ("both read", "small blocks")),
+    ),
+    ids=str,
+)
+def test_functions_that_read_along_keys(which: tuple[tuple[int, int], str]) -> None:
+    """They may spill, but products do not wait for each other."""
+    assert_products_are_not_serialised(jit.build(forward_spec("bfloat16", *which)))
+
+
+WITH_USER_TEXT = (
+    FLEX["flex states"],
+    captured_spec("bfloat16", 128, 128, IN_ANY_ORDER, header_of(BY_QUERY, None)),
+    mha_backward_variants.references_spec("bfloat16", 128, 128, header_of(None, None)),
+)
+# The variant with the most shared memory of each kernel: some of mla_combine have none.
+A_VARIANT_OF_EACH = {
+    spec.name: spec for spec in sorted((*WITH_USER_TEXT, *SPECS), key=lambda spec: spec.smem_bytes)
+}
+
+
+def test_a_variant_of_each_kernel() -> None:
+    files = (find_source_root() / "kernels").glob("*.cu")
+    assert set(A_VARIANT_OF_EACH) == {file.stem for file in files}
+
+
+@pytest.mark.parametrize("spec", A_VARIANT_OF_EACH.values(), ids=lambda spec: spec.name)
+def test_a_kernel_refuses_a_launch_that_does_not_fit(spec: KernelSpec) -> None:
+    """A launch with other threads than the kernel is written for, or too little shared memory."""
+    wrong = {"smem_bytes": 16} if spec.smem_bytes else {}
+    texts = ["SMEM_BYTES is what the launch asks for"] * bool(spec.smem_bytes)
+    if spec.name != "mla_metadata":  # takes any number of threads
+        wrong["threads"] = spec.threads + 32
+        texts.append("THREADS is what the launch gives")
+    with pytest.raises(AssertionError) as caught:
+        assert_in_kernel(replace(spec, **wrong), [])
+    assert all(text in str(caught.value) for text in texts)
+
+
+# ---- constants of C++ and of Python
+
+
+def test_constants_of_the_plan() -> None:
+    conditions = [
+        f"kBlockTokens == {common.BLOCK_TOKENS}",
+        f"kPlanRowInts == {mla_metadata.PLAN_COLUMNS}",
+        f"kBatchInvariantMark == {reference.BATCH_INVARIANT_MARK}",
+        f"TokenCounts::kUnlimited == {mla_metadata.TokenCounts(0).most}",
+    ]
+
+    def split_blocks(blocks: int) -> int:
+        least = common.ceil_div(blocks, common.BATCH_INVARIANT_MAX_SPLITS)
+        return max(common.BATCH_INVARIANT_MIN_BLOCKS, least)
+
+    for blocks in (*range(600), 8191, 8192, 8193, 1 << 20, (1 << 25) + 1):
+        conditions.append(f"all_tokens(nullptr).invariant_split({blocks}) == {split_blocks(blocks)}")
+    for topk, extra_topk in ((1, 0), (64, 64), (512, 0), (16384, 0), (16385, 0), (8192, 8193), (1 << 20, 7)):
+        room = common.ceil_div(topk, 64) + common.ceil_div(extra_topk, 64)
+        tokens = f"TokenCounts{{nullptr, nullptr, {topk}, {extra_topk}}}"
+        for blocks in (0, 1, room, 1 << 25):
+            conditions.append(f"{tokens}.invariant_split({blocks}) == {split_blocks(room)}")
+        # Scratch is enough for a request that fills the room.
+        assert common.ceil_div(room, split_blocks(room)) <= (common.max_splits(1, 1, room, True) or 1)
+    for splits_before, req in ((0, 0), (7, 7), (9, 5), (100_000, 1)):
+        conditions.append(f"first_split({splits_before}, {req}, true) == {splits_before}")
+        conditions.append(f"first_split({splits_before}, {req}, false) == {2 * (splits_before - req)}")
+    assert_in_header("mla/plan.cuh", conditions, constexpr=("invariant_split", "first_split", "all_tokens"))
+    assert reference.BLOCK_TOKENS == plans.BLOCK_TOKENS == common.BLOCK_TOKENS
+    for name in ("BATCH_INVARIANT_MIN_BLOCKS", "BATCH_INVARIANT_MAX_SPLITS"):
+        assert getattr(reference, name) == getattr(common, name)
+    assert reference.PLAN_COLUMNS == mla_metadata.PLAN_COLUMNS
+
+
+CPP_NAMES = {"v32": "kV32", "model1": "kModel1", "bf16 576": "kBf16Wide", "bf16 512": "kBf16Narrow"}
+DTYPE_NAMES = {code: name for name, code in common.DTYPES.items()}
+
+
+def mla_constants(spec: KernelSpec) -> list[str]:
+    """What the C++ of a variant of decoding or prefill calls the numbers that Python has."""
+    values = dict(spec.defines)
+    if spec.name == "mla_metadata":
+        batches = (1, 512, 513, mla_metadata.MAX_BATCH)
+        return [
+            f"kMaxFixedCost == {reference.MAX_FIXED_COST}",
+            f"kFixedCostDivisor == {reference.FIXED_COST_DIVISOR}",
+            f"kMaxShortPartition == {reference.MAX_SHORT_PART}",
+            f"kShortPartFactor == {reference.SHORT_PART_FACTOR}",
+            "sizeof(SharedMemoryPlan) == 4 * (2 * kMaxBatch + 1 + 2 * kWarps)",
+            *(f"kMaxBatch >= {b}" for b in batches if mla_metadata.spec(b) == spec),
+        ]
+    if spec.name == "mla_combine":
+        dtype = DTYPE_NAMES[values["DTYPE"]]
+        mapping = mla_combine.Mapping(
+            *(values[name] for name in ("SPLIT_GROUPS", "SPLITS_AT_ONCE", "ROWS_AT_ONCE"))
+        )
+        row_bytes = "16 / kVectorColumns * kDimV + 4 * (1 + kScaleHalves + MAX_LOGITS)"
+        return [
+            f"kRows == {mapping.rows_per_cta}",
+            f"{row_bytes} == {mla_combine.split_row_bytes(dtype, family(spec)[1])}",
+        ]
+    if spec.name == "mla_sparse_fp8_few_heads":
+        return [
+            f"kHeads == {mla_sparse.FEW_HEADS} && kGroups * kGroupCols == {common.D_V}",
+            f"Fp8Row::kRowBytes == {mla_cache_rows.QUANTIZED['v32'].row_bytes}",
+        ]
+    conditions = [f"kDimV == {common.D_V}", f"kBlockM == {common.TILE_ROWS}"]
+    if spec.name in DENSE_DECODE:
+        dtype = {"bfloat16": "kBf16", "float16": "kF16"}[DTYPE_NAMES[values["DTYPE"]]]
+        return [
+            *conditions,
+            f"kDtype == Dtype::{dtype}",
+            f"kBoxes * {values['BOX_ROWS']} == {common.BLOCK_TOKENS}",
+            f"kQChunks * 64 == {values['D_QK']}",
+        ]
+    if spec.name == "mla_sparse_bf16":
+        columns = "16 * (kQSteps + (kQSingleStep >= 0)) + 64 * kQSharedChunks"
+        return [*conditions, f"{columns} == {values['D_QK']}"]
+    (format,) = [one for one in mla_cache_rows.QUANTIZED.values() if one.code == values["FORMAT"]]
+    in_cluster = spec.name == "mla_sparse_fp8_cluster"
+    columns = "kTiles * (kChunks * 64 + HalfChunk::kCols * kV32)" if in_cluster else "kChunks * 64"
+    return [
+        *conditions,
+        f"kFormat == CacheFormat::{CPP_NAMES[format.name]}",
+        f"{columns} == {values['D_QK']}",
+        f"Fp8Row::kRowBytes == {format.row_bytes}",
+    ]
+
+
+def cache_constants() -> Iterator[tuple[KernelSpec, list[str]]]:
+    """The same of the kernels around decoding."""
+    for format in mla_cache_rows.CACHE_FORMATS:
+        row = f"CacheRow<CacheFormat::{CPP_NAMES[format.name]}>"
+        conditions = [
+            f"kFormat == CacheFormat::{CPP_NAMES[format.name]}",
+            f"{row}::kDimQk == {format.d_qk} && {row}::kDimNope == {format.d_nope}",
+            f"{row}::kQuantized == {str(format.is_quantized).lower()}",
+            f"{row}::kRowBytes == {format.row_bytes} && {row}::kAlignment == {format.alignment}",
+            f"kWarps * kUnitTokens == {mla_cache_write._TOKENS_PER_CTA}",
+            f"kV32MinScale == {reference.V32_MIN_SCALE!r}",
+            f"kModel1MinAmax == {float(np.float32(1e-4))!r} && kE4m3Max == {reference.E4M3_MAX!r}",
+            f"kMinCorrectableScale == {2.0**-90!r} && kTwoTo60 == {2.0**60!r}",
+        ]
+        if format.is_quantized:
+            known = reference.LAYOUTS[format.name]
+            assert (known.d_nope, known.token_bytes) == (format.d_nope, format.token_bytes)
+            conditions.append(f"{row}::kTile == {known.tile}")
+        if format is mla_cache_rows.MODEL1:
+            conditions.append(f"{row}::kRowBytes + {row}::kScalesBytes == {format.token_bytes}")
+        yield mla_cache_write.spec(format, True), conditions
+        for is_paged in (True, False) if format.is_quantized else (True,):
+            rows = mla_cache_gather._rows_per_cta(is_paged)
+            yield mla_cache_gather.spec(format, is_paged), [f"kRows == {rows}"]
+    warps, columns = mla_convert_indices._WARPS, mla_convert_indices._WARP_COLUMNS
+    for spec in of("mla_convert_indices"):
+        yield spec, [f"kWarps == {warps} && kChunk == {columns}"]
+    names = {code: name for name, code in mla_merge_states.OUT_DTYPES.items()}
+    for spec in of("mla_merge_states"):
+        dtype, out_dtype = (names[dict(spec.defines)[name]] for name in ("DTYPE", "OUT_DTYPE"))
+        yield (
+            spec,
+            [
+                f"kMaxParts == {mla_merge_states.MAX_PARTS} && kDimV == {common.D_V}",
+                f"kValueBytes == {mla_merge_states.ITEM_BYTES[dtype]}",
+                f"kOutValueBytes == {mla_merge_states.ITEM_BYTES[out_dtype]}",
+                f"kRows == {mla_merge_states.rows_per_cta(dtype)}",
+            ],
+        )
+
+
+def backward_constants() -> Iterator[tuple[KernelSpec, list[str]]]:
+    """The same of dense attention's backward. The launch asks for little more shared memory than the kernel
+    has things for, and the parts of a block of dQ make up its sums.
+    """
+    for dims in ((32, 32), (64, 96), (96, 96), (128, 128), (192, 128), (192, 64), (256, 256)):
+        for needs in (mha_backward_variants.ALL, mha_backward_variants.ALL._replace(dq=False)):
+            spec, form = specs("bfloat16", *dims, needs=needs)[1], form_of("bfloat16", *dims, *FLAGS[0])
+            parts = "kChunksQK" if form.by_product else "kDqParts"
+            yield (
+                spec,
+                [
+                    f"kBlockRows == {mha_backward_variants.BLOCK_ROWS}",
+                    f"kTileKeys == {form.tile_keys} && kThreads == {form.threads}",
+                    f"kStages == {dict(spec.defines).get('STAGES', 2)}",
+                    *([] if form.by_product else [f"kDsStages == {1 if form.is_wide else 2}"]),
+                    f"sizeof(SharedMemoryPlan) + 2 * {mha_backward_variants._BARRIER_BYTES} > SMEM_BYTES",
+                    f"{parts} * kPartBytes == 4 * kBlockRows * {form.accum_columns(dims[0])}",
+                    f"{parts} % kPlaces == 0 || kPlaces % {parts} == 0",
+                ],
+            )
+    yield mha_backward_variants.CLEAR_SPEC, [f"kRows == {mha_backward._CLEARED_ROWS}"]
+
+
+def flex_constants() -> Iterator[tuple[KernelSpec, list[str]]]:
+    """The same of flex attention."""
+    yield block_mask.LISTS_SPEC, ["kEmpty == 0 && kPartial == 1 && kFull == 2"]
+    for dims in (*kernel_variants.FLEX_DIMS, (96, 96)):
+        tile = mha_forward_variants.tile_in_blocks(*dims)
+        yield (
+            forward_spec("bfloat16", dims, "both"),
+            [f"kTileKeys == {tile.keys} && 128 % kTileKeys == 0", "64 * kConsumers == 128"],
+        )
+        for i, form in enumerate(mha_backward_variants.forms_of(*dims)):
+            conditions = [f"kTileKeys == {form.tile_keys}", f"kThreads == {form.threads}"]
+            yield (
+                gradient_spec(dims, "softcap, causal", form=i),
+                [*conditions, "kFlex && kTrims && kHasDerivative"],
+            )
+        yield gradient_spec(dims, "neither"), ["kFlex && !kTrims && !kHasDerivative"]
+    for pass_ in (IN_ANY_ORDER, LARGEST, IN_UNITS, IN_DIGITS):
+        yield (
+            captured_spec("bfloat16", 128, 128, pass_, header_of(BY_QUERY, CAUSAL)),
+            [
+                f"kTileKeys == {flex_captured.CAPTURED_KEYS}",
+                f"sizeof(CapturedCell) == {flex_captured._CELL_BYTES}",
+                f"sizeof(CapturedDigits) == {flex_captured._DIGITS_BYTES}",
+                f"kElementsTogether == {flex_captured._ELEMENTS_TOGETHER}",
+                "2 * kRegisters + kProducerRegisters <= 3 * 168",
+            ],
+        )
+
+
+def each_value_once(specs: list[KernelSpec]) -> list[KernelSpec]:
+    """Few variants of a kernel that have each value of each macro among them."""
+    chosen: list[KernelSpec] = []
+    missing = {define for spec in specs for define in spec.defines}
+    while missing:
+        chosen.append(max(specs, key=lambda spec: len(missing.intersection(spec.defines))))
+        missing.difference_update(chosen[-1].defines)
+    return chosen
+
+
+WITH_CONSTANTS = ("mla_metadata", "mla_combine", *DENSE_DECODE, *SPARSE_DECODE)
+FEW_MLA = {spec for name in WITH_CONSTANTS for spec in each_value_once(of(name))}
+CONSTANTS: list[tuple[KernelSpec, list[str]]] = [
+    *((spec, mla_constants(spec)) for name in WITH_CONSTANTS for spec in of(name)),
+    *cache_constants(),
+    *backward_constants(),
+    *flex_constants(),
+]
+
+
+@pytest.mark.parametrize(
+    ("spec", "conditions"),
+    [
+        pytest.param(
+            *one, marks=[pytest.mark.full] * (one[0].name in WITH_CONSTANTS and one[0] not in FEW_MLA)
+        )
+        for one in CONSTANTS
+    ],
+    ids=lambda x: x.label if isinstance(x, KernelSpec) else "",
+)
+def test_constants(spec: KernelSpec, conditions: list[str]) -> None:
+    assert_in_kernel(spec, conditions)
+
+
+def test_metadata_of_any_batch_has_a_variant() -> None:
+    for b in (1, 512, 513, mla_metadata.MAX_BATCH):
+        assert mla_metadata.spec(b) in FEW_MLA
+
+
+FLEX_STRUCTS: dict[str, tuple[KernelSpec, ParamStruct]] = {
+    **{
+        f"forward, {name}": (
+            forward_spec("bfloat16", (64, 64), name),
+            mha_forward.params_of((size_of(score), size_of(mask))),
+        )
+        for name, (score, mask) in FORWARD.items()
+    },
+    **{
+        f"states, {name}": (
+            block_mask.states_spec(header_of(None, FORWARD[name][1])),
+            block_mask.states_params(size_of(FORWARD[name][1])),
+        )
+        for name in ("neither", "mask", "both read", "small blocks")
+    },
+    **{
+        f"backward, {name}": (
+            gradient_spec((64, 64), name),
+            mha_backward.params_of((size_of(score), size_of(mask))),
+        )
+        for name, (score, mask) in GRADIENTS.items()
+    },
+    "backward by product": (
+        gradient_spec((256, 256), "softcap, documents"),
+        mha_backward.params_of((size_of(SOFTCAP), size_of(DOCUMENTS))),
+    ),
+    "captured": (
+        captured_spec("bfloat16", 64, 64, IN_ANY_ORDER, header_of(BY_KEY, DOCUMENTS)),
+        mha_backward.params_of((size_of(BY_KEY), size_of(DOCUMENTS))),
+    ),
+}
+"""tests/test_params.py has the structs of kernels without functions."""
+
+
+@pytest.mark.parametrize("name", FLEX_STRUCTS)
+def test_cpp_has_the_same_members(name: str) -> None:
+    spec, declared = FLEX_STRUCTS[name]
+    count = len(declared.members)
+    conditions = [f"sizeof(Params) == {declared.size}", f"Has{count}<Params> && !Has{count + 1}<Params>"]
+    for member in declared.members:
+        conditions += conditions_of(member.name, member.type, member.length, member.offset)
+    assert_in_kernel(spec, conditions, has_members(count) + has_members(count + 1))
+
+
+# ---- forms of dense attention's backward
+
+STEPS = range(32, 257, 32)  # head dimensions that have variants of their own
+
+
+def test_forms_of_the_backward() -> None:
+    """Every pair of head dimensions has a form, for every set of flags and of gradients."""
+    plain, every = FLAGS[0], FLAGS[-1]
+    for dtype in DTYPES:
+        assert all(form_of(dtype, 128, 128, *flags) == BY_KEYS for flags in FLAGS[:-1])
+        assert form_of(dtype, 128, 96, *every) == form_of(dtype, 96, 128, *every) == BY_KEYS
+        assert form_of(dtype, 128, 128, *every) == BY_PRODUCT
+        assert all(form_of(dtype, *d, *plain) == BY_PRODUCT for d in ((192, 32), (32, 160), (192, 160)))
+        # The wide form has no variant for dv alone, and none of float16.
+        wide = BY_KEYS_WIDE if dtype == "bfloat16" else BY_PRODUCT
+        for flags, needs in itertools.product(FLAGS, NEEDS):
+            of_plain = wide if needs.dq or needs.dk else BY_KEYS
+            assert form_of(dtype, 192, 128, *flags, needs) == (BY_PRODUCT if any(flags) else of_plain)
+        for d_qk, d_v, flags, needs in itertools.product(STEPS, STEPS, FLAGS, NEEDS):
+            if (d_qk, d_v) != (192, 128):
+                form = form_of(dtype, d_qk, d_v, *flags, needs)
+                assert form == form_of(dtype, d_qk, d_v, *flags) and form in (BY_KEYS, BY_PRODUCT)
+    assert mha_backward_variants.forms_of(128, 128) == (BY_KEYS, BY_PRODUCT)
+    assert mha_backward_variants.forms_of(64, 129) == (BY_PRODUCT,)
+    for d_qk in range(1, 257):  # all columns of dQ, and no more than the kernel computes
+        assert BY_KEYS.accum_columns(d_qk) == BY_KEYS_WIDE.accum_columns(d_qk) == -(-d_qk // 32) * 32
+        assert BY_PRODUCT.accum_columns(d_qk) == -(-d_qk // 64) * 64
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_shared_memory_of_the_backward(dtype: str) -> None:
+    """Any head dimensions and gradients have room for two stages of Q and dO at least, and as many as fit up
+    to three. The form by product has room for a place of dQ at least.
+    """
+    for d_qk, d_v, flags, needs in itertools.product(STEPS, STEPS, FLAGS, NEEDS):
+        form = form_of(dtype, d_qk, d_v, *flags, needs)
+        spec = specs(dtype, d_qk, d_v, *flags, needs)[1]
+        defines = dict(spec.defines)
+        assert (spec.name, spec.threads) == (form.kernel, form.threads)
+        assert spec.smem_bytes <= MAX_SMEM_BYTES
+        if form.by_product:
+            assert -(-d_qk // 64) % defines["DQ_PLACES"] == 0 < defines["DQ_PLACES"]
+        else:
+            assert defines["WIDE"] == form.is_wide
+            stage = 64 * (2 * 64 * (-(-d_qk // 64) - (-d_v // 64)) + 12)
+            fits = spec.smem_bytes + stage <= MAX_SMEM_BYTES
+            assert defines["STAGES"] == 3 or (defines["STAGES"] == 2 and not fits)
+
+
+# ---- what a user's text may have, and what is said of its mistakes
+
+
+@pytest.mark.parametrize(
+    ("kernel", "score", "mask", "text"),
+    [
+        ("attention", None, CudaMod("q_idx >= wrong_name", {"width": 5}), "return q_idx >= wrong_name;"),
+        ("states", None, CudaMod("int x = q_idx;\nreturn x >= wrong_name;"), "return x >= wrong_name;"),
+        ("attention", CudaMod("score + bias(h)", {"bias": 2}), CudaMod("true"), "bias"),
+        ("attention", CudaMod("score +"), None, "expected an expression"),
+        ("gradients", CudaMod("score", grad="grad * wrong_name"), None, '"wrong_name" is undefined'),
+    ],
+    ids=("mask", "lines", "call", "syntax", "gradient"),
+)
+def test_a_mistake_is_shown_where_it_is(
+    tmp_path: Path, kernel: str, score: CudaMod | None, mask: CudaMod | None, text: str
+) -> None:
+    header = header_of(score and score.mod(backward=kernel == "gradients"), mask and mask.mod())
+    spec = {
+        "attention": lambda: mha_forward_variants.flex_spec("bfloat16", 64, 64, 128, False, header),
+        "states": lambda: block_mask.states_spec(header),
+        "gradients": lambda: mha_backward_variants.flex_spec("bfloat16", 64, 64, BY_KEYS, header),
+    }[kernel]()
+    with pytest.raises(rawmla.CompileError) as caught:
+        Builder(find_source_root(), DiskCache(tmp_path, 10**8)).build(spec)
+    shown = caught.value.user_lines
+    assert text in shown and shown in str(caught.value)
+    assert re.search(r"user/mods.cuh, line (\d+): error: (?s:.)*> \1 \| .*\n +\| +\^", shown), shown
+
+
+def test_names_of_users_do_not_meet_those_of_the_kernel() -> None:
+    captures = {"params": 2.0, "tile": 3, "block": 1, "kTileKeys": 5.0, "stage": 1.0}
+    mod = CudaMod("score * params + tile + block + kTileKeys * stage  // all of them", captures).mod()
+    score = CudaMod("const float x = score * n; return x;", {"n": 2.0}).mod()
+    text = "const int x = q_idx + n, block_state = 3; return x > kv_idx + block_state;"
+    mask = within_blocks(reading_of(CudaMod(text, {"n": 2}).mod()), GRID).frame.mod
+    for header in (header_of(mod, None), header_of(score, mask)):
+        assert_in_kernel(mha_forward_variants.flex_spec("bfloat16", 64, 64, 128, False, header), [])
