@@ -20,7 +20,6 @@ from rawmla.kernels import (
     common,
     mla_cache_gather,
     mla_cache_rows,
-    mla_cache_write,
     mla_combine,
     mla_convert_indices,
     mla_dense_decode,
@@ -503,49 +502,20 @@ def test_fp8_rows_that_are_selected_often_are_copied(
 # ---- the kernels around decoding
 
 
-def distinct(params: Any, **given: Any) -> dict[str, Any]:
-    """A value of its own for each member of a struct, but for those that are given or derived."""
-    members = [one.name for one in params.members if not one.name.startswith(("page_magic", "page_shift"))]
-    return {name: 1000 + 7 * i for i, name in enumerate(members)} | given
+PLACE: dict[str, Any] = {"device": 0, "stream": STREAM, "capturing": not_capturing}
 
 
-AROUND: list[tuple[Any, Any, dict[str, Any], tuple[Any, ...], int, dict[str, int]]] = [
-    (mla_cache_write, mla_cache_write.PARAMS, {"tokens": 33, "slots": slots}, (format,), 5, {
-        "FORMAT": format.code, "SLOTS": int(slots > 0),
-    })
-    for format in mla_cache_rows.QUANTIZED.values()
-    for slots in (0, 0x5000)
-]  # fmt: skip
-AROUND += [
-    (
-        mla_cache_gather,
-        mla_cache_gather.PARAMS,
-        {"rows": rows},
-        (mla_cache_rows.V32, True),
-        ctas,
-        {"PAGED": 1},
-    )
-    for rows, ctas in ((1, 1), (100, 13), (2**31 - 1, 2**28))
-]
-
-
-@pytest.mark.parametrize(("module", "params", "changes", "arguments", "ctas", "defines"), AROUND)
-def test_cache_kernels(
-    launches: list[Launch],
-    module: Any,
-    params: Any,
-    changes: dict[str, Any],
-    arguments: tuple[Any, ...],
-    ctas: int,
-    defines: dict[str, int],
-) -> None:
-    """Each member has the argument of its name; a CTA has eight tokens."""
-    given = distinct(params, **changes)
-    module.launch(*arguments, device=0, stream=STREAM, capturing=not_capturing, **given)
+@pytest.mark.parametrize(("rows", "ctas"), [(1, 1), (100, 13), (2**31 - 1, 2**28)])
+def test_gather(launches: list[Launch], rows: int, ctas: int) -> None:
+    """Each member has the argument of its name; a CTA has eight rows."""
+    members = [one.name for one in mla_cache_gather.PARAMS.members]
+    given = {name: 1000 + 7 * i for i, name in enumerate(members) if not name.startswith("page_")}
+    given |= {"rows": rows, "page_block_size": 53}
+    mla_cache_gather.launch(mla_cache_rows.V32, True, **PLACE, **given)
     (launch,) = launches
-    magic, shift = divisor(given["page_block_size"])
+    magic, shift = divisor(53)
     assert launch.params == given | {"page_magic": magic, "page_shift": shift}
-    assert launch.grid == (ctas, 1, 1) and launch.pdl and launch.values.items() >= defines.items()
+    assert launch.grid == (ctas, 1, 1) and launch.pdl
 
 
 @pytest.mark.parametrize(("topk", "row_warps", "ctas"), [(1, 1, 2), (256, 1, 2), (257, 8, 12)])
@@ -555,9 +525,7 @@ def test_convert_indices(launches: list[Launch], topk: int, row_warps: int, ctas
         indices=1, block_table=2, request_ids=3, out=4, table_stride=5, num_requests=6, table_width=7,
         page_block_size=8, rows=12, s_q=3, topk=topk, counts=counts,
     )  # fmt: skip
-    mla_convert_indices.launch(
-        device=0, stream=STREAM, capturing=not_capturing, **given, indices_strides=(5, 6), out_strides=(7, 8)
-    )
+    mla_convert_indices.launch(**PLACE, **given, indices_strides=(5, 6), out_strides=(7, 8))
     (launch,) = launches
     assert launch.grid == (ctas, 1, 1) and launch.pdl
     assert launch.values == {"COMPACT": int(counts != 0), "ROW_WARPS": row_warps}
@@ -566,7 +534,6 @@ def test_convert_indices(launches: list[Launch], topk: int, row_warps: int, ctas
 @pytest.mark.parametrize(("dtype", "rows_per_cta"), [("bfloat16", 2), ("float32", 1)])
 def test_merge_states(launches: list[Launch], dtype: str, rows_per_cta: int) -> None:
     part = mla_merge_states.State(1, 2, (3, 4, 5), (6, 7, 8))
-    place: dict[str, Any] = {"device": 0, "stream": STREAM, "capturing": not_capturing}
-    mla_merge_states.launch([part] * 5, part, dtype, "bfloat16", n=3, s=5, h=7, **place)
+    mla_merge_states.launch([part] * 5, part, dtype, "bfloat16", n=3, s=5, h=7, **PLACE)
     (launch,) = launches
     assert launch.grid == (-(-105 // rows_per_cta), 1, 1) and launch.pdl and launch.params["parts"] == 5
