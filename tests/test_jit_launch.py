@@ -7,7 +7,7 @@ import struct
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -52,30 +52,37 @@ class FakeLibrary:
         self.capturing: dict[int, int] = {}  # stream -> its CUstreamCaptureStatus, if not 0
         self.asked_streams: list[int] = []
         self.maps_need_a_context = False
-        self.cuCtxGetCurrent = self._c(self._get, ctypes.POINTER(VOID))
-        self.cuCtxPushCurrent_v2 = self._c(self._push, VOID)
-        self.cuCtxPopCurrent_v2 = self._c(self._pop, ctypes.POINTER(VOID))
-        self.cuDevicePrimaryCtxRetain = self._c(self._retain, ctypes.POINTER(VOID), ctypes.c_int)
-        self.cuMemsetD32Async = self._c(self._clear, ctypes.c_uint64, ctypes.c_uint, ctypes.c_size_t, VOID)
-        self.cuLaunchKernelEx = self._c(self._launch, VOID, VOID, VOID, VOID)
-        self.cuStreamIsCapturing = self._c(self._is_capturing, VOID, ctypes.POINTER(ctypes.c_int))
-        self.cuGetErrorName = self._c(self._name, ctypes.c_int, ctypes.POINTER(ctypes.c_char_p))
-        self.cuGetErrorString = self._c(self._string, ctypes.c_int, ctypes.POINTER(ctypes.c_char_p))
-        self.cuDeviceGetCount = self._c(self._count, ctypes.POINTER(ctypes.c_int))
-        self.cuDeviceGet = self._c(self._device, ctypes.POINTER(ctypes.c_int), ctypes.c_int)
-        self.cuDeviceGetName = self._c(self._device_name, VOID, ctypes.c_int, ctypes.c_int)
-        self.cuDeviceGetAttribute = self._c(
-            self._attribute, ctypes.POINTER(ctypes.c_int), ctypes.c_int, ctypes.c_int
-        )
-        u64s, u32s = ctypes.POINTER(ctypes.c_uint64), ctypes.POINTER(ctypes.c_uint32)
-        enum = ctypes.c_int
-        self.cuTensorMapEncodeTiled = self._c(
-            self._map, VOID, enum, ctypes.c_uint32, VOID, u64s, u64s, u32s, u32s, enum, enum, enum, enum
-        )
-
-    @staticmethod
-    def _c(function: Any, *types: Any) -> Any:
-        return ctypes.CFUNCTYPE(ctypes.c_int, *types)(function)
+        pointer, enum, number = ctypes.POINTER, ctypes.c_int, ctypes.c_uint
+        u64s, u32s = pointer(ctypes.c_uint64), pointer(ctypes.c_uint32)
+        for name, function, *types in (
+            ("cuCtxGetCurrent", self._get, pointer(VOID)),
+            ("cuCtxPushCurrent_v2", self._push, VOID),
+            ("cuCtxPopCurrent_v2", self._pop, pointer(VOID)),
+            ("cuDevicePrimaryCtxRetain", self._retain, pointer(VOID), enum),
+            ("cuMemsetD32Async", self._clear, ctypes.c_uint64, number, ctypes.c_size_t, VOID),
+            ("cuLaunchKernelEx", self._launch, VOID, VOID, VOID, VOID),
+            ("cuStreamIsCapturing", self._is_capturing, VOID, pointer(enum)),
+            ("cuGetErrorName", self._name, enum, pointer(ctypes.c_char_p)),
+            ("cuGetErrorString", self._string, enum, pointer(ctypes.c_char_p)),
+            ("cuDeviceGetCount", self._count, pointer(enum)),
+            ("cuDeviceGet", self._device, pointer(enum), enum),
+            ("cuDeviceGetName", self._device_name, VOID, enum, enum),
+            ("cuDeviceGetAttribute", self._attribute, pointer(enum), enum, enum),
+            (
+                "cuTensorMapEncodeTiled",
+                self._map,
+                VOID,
+                enum,
+                number,
+                VOID,
+                u64s,
+                u64s,
+                u32s,
+                u32s,
+                *[enum] * 4,
+            ),
+        ):
+            setattr(self, name, ctypes.CFUNCTYPE(enum, *types)(function))
 
     def _stack(self) -> list[int | None]:
         if not hasattr(self.thread, "stack"):
@@ -215,41 +222,24 @@ def compiled(spec: KernelSpec, log: str = "") -> CompiledKernel:
 PARAMS = bytes(range(PARAM_BYTES))
 
 
-def test_plain_launch(library: FakeLibrary) -> None:
-    library.set_current(CONTEXT_A)
-    make_kernel(library).launch((132, 2, 3), PARAMS, 0x123456789AB)
-    assert library.launches == [
-        {
-            "grid": (132, 2, 3),
-            "block": (384, 1, 1),
-            "smem": 232_448,
-            "stream": 0x123456789AB,
-            "attributes": [],
-            "function": FUNCTION,
-            "params": PARAMS,
-            "aligned": True,
-            "extra": None,
-            "context": CONTEXT_A,
-        }
-    ]
-
-
-def test_attributes_of_each_kind_of_launch(library: FakeLibrary) -> None:
+def test_a_launch(library: FakeLibrary) -> None:
     library.set_current(CONTEXT_A)
     kernel = make_kernel(library)
+    attributes: dict[int, list[Any]] = {
+        1: [(6, 1, 0, 0)],
+        2: [(4, 2, 1, 1)],
+        3: [(4, 4, 2, 1), (6, 1, 0, 0)],
+        0x123456789AB: [],
+    }
     for _ in range(2):
-        kernel.launch((4, 1, 1), PARAMS, 1, pdl=True)
-        kernel.launch((4, 1, 1), PARAMS, 2, cluster=(2, 1, 1))
-        kernel.launch((4, 1, 1), PARAMS, 3, cluster=(4, 2, 1), pdl=True)
-        kernel.launch((4, 1, 1), PARAMS, 4)
-    found = [(one["stream"], one["attributes"]) for one in library.launches]
-    expected = [
-        (1, [(6, 1, 0, 0)]),
-        (2, [(4, 2, 1, 1)]),
-        (3, [(4, 4, 2, 1), (6, 1, 0, 0)]),
-        (4, []),
-    ]
-    assert found == expected * 2
+        kernel.launch((132, 2, 3), PARAMS, 1, pdl=True)
+        kernel.launch((132, 2, 3), PARAMS, 2, cluster=(2, 1, 1))
+        kernel.launch((132, 2, 3), PARAMS, 3, cluster=(4, 2, 1), pdl=True)
+        kernel.launch((132, 2, 3), PARAMS, 0x123456789AB)
+    same = {"grid": (132, 2, 3), "block": (384, 1, 1), "smem": 232_448, "function": FUNCTION}
+    same |= {"params": PARAMS, "aligned": True, "extra": None, "context": CONTEXT_A}
+    expected = [{**same, "stream": stream, "attributes": some} for stream, some in attributes.items()]
+    assert library.launches == expected * 2
 
 
 @pytest.mark.parametrize("current", [None, CONTEXT_B])
@@ -283,25 +273,23 @@ def test_failed_launch_says_everything_and_the_kernel_stays_usable(library: Fake
     kernel.launch((1, 1, 1), PARAMS, 0)
 
 
-@pytest.mark.parametrize("length", [0, PARAM_BYTES - 1, PARAM_BYTES + 8])
-def test_parameters_of_the_wrong_size_are_refused(library: FakeLibrary, length: int) -> None:
-    with pytest.raises(ValueError, match=f"params: expected the {PARAM_BYTES} bytes.*got {length} bytes"):
-        make_kernel(library).launch((1, 1, 1), bytes(length), 0)
+def test_a_launch_that_is_none_is_refused(library: FakeLibrary) -> None:
+    """Parameters of another size, and what is no grid. Without the driver's word the first launch sets the
+    size.
+    """
+    kernel = make_kernel(library)
+    for length in (0, PARAM_BYTES - 1, PARAM_BYTES + 8):
+        with pytest.raises(ValueError, match=f"params: expected the {PARAM_BYTES} bytes.*got {length} bytes"):
+            kernel.launch((1, 1, 1), bytes(length), 0)
+    wrong: Any
+    for wrong in ((1, -1, 1), (1, 1), (1, 1, 1 << 32), ("a", 1, 1)):
+        with pytest.raises(ValueError, match="grid of three"):
+            kernel.launch(wrong, PARAMS, 0)
     assert library.launches == []
-
-
-def test_without_the_drivers_word_the_first_launch_sets_the_size(library: FakeLibrary) -> None:
     kernel = make_kernel(library, param_bytes=None)
     kernel.launch((1, 1, 1), PARAMS, 0)
     with pytest.raises(ValueError, match="params"):
         kernel.launch((1, 1, 1), PARAMS[:-1], 0)
-
-
-@pytest.mark.parametrize("grid", [(1, -1, 1), (1, 1), (1, 1, 1 << 32), ("a", 1, 1)])
-def test_a_grid_that_is_none_is_refused(library: FakeLibrary, grid: Any) -> None:
-    with pytest.raises(ValueError, match="grid of three"):
-        make_kernel(library).launch(grid, PARAMS, 0)
-    assert library.launches == []
 
 
 CHANGING = struct.Struct("<QI")
@@ -360,12 +348,6 @@ def test_clearing(library: FakeLibrary, current: int | None) -> None:
     launch.clear(address, 16, 0x52, 1)
     launch.clear(address, 16, launch.NO_LAUNCH, 0)
     assert library.cleared == [(address, 0, 12, 0x51, CONTEXT_A), (address, 0, 4, 0x52, CONTEXT_B)]
-    assert library._stack() == [current]
-
-
-@pytest.mark.parametrize("current", [CONTEXT_A, CONTEXT_B])
-def test_failed_clearing(library: FakeLibrary, current: int) -> None:
-    library.set_current(current)
     library.result = 700
     with pytest.raises(LaunchError, match="cuMemsetD32Async: CUDA_ERROR_TEST"):
         launch.clear(0x1000, 16, 0x51, 0)
@@ -386,43 +368,34 @@ def test_failed_prepared_launch(library: FakeLibrary) -> None:
         make_kernel(library).prepare((1, -1, 1), PARAMS, CHANGING).launch(0, 1, 2)
 
 
-def test_threads_do_not_mix_their_prepared_launches(library: FakeLibrary) -> None:
-    prepared = make_kernel(library).prepare((1, 1, 1), PARAMS, CHANGING)
-    start = threading.Barrier(8)
-
-    def run(number: int) -> None:
-        library.set_current(CONTEXT_A)
-        start.wait()
-        for turn in range(200):
-            prepared.launch(number, turn, number)
-
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(8)]
+def in_threads(count: int, run: Callable[[int], object]) -> None:
+    """Call `run(0)`, `run(1)` and so on in threads that begin together."""
+    start = threading.Barrier(count)
+    threads = [threading.Thread(target=lambda i=i: (start.wait(), run(i))) for i in range(count)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    seen = {(one["stream"], *CHANGING.unpack_from(one["params"])) for one in library.launches}
-    assert seen == {(number, turn, number) for number in range(8) for turn in range(200)}
 
 
 def test_threads_do_not_mix_their_launches(library: FakeLibrary) -> None:
     kernel = make_kernel(library)
-    start = threading.Barrier(8)
+    prepared = kernel.prepare((1, 1, 1), PARAMS, CHANGING)
 
     def run(number: int) -> None:
         library.set_current(CONTEXT_A)
-        start.wait()
         for turn in range(200):
-            kernel.launch((number + 1, turn + 1, 1), bytes([number]) * PARAM_BYTES, number, pdl=True)
+            prepared.launch(number, turn, number)
+            kernel.launch((number + 1, turn + 1, 1), bytes([number]) * PARAM_BYTES, number + 8, pdl=True)
 
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(library.launches) == 1600
-    for one in library.launches:
-        number = one["stream"]
+    in_threads(8, run)
+    plain = [one for one in library.launches if one["stream"] >= 8]
+    others = [one for one in library.launches if one["stream"] < 8]
+    assert len(plain) == len(others) == 1600
+    seen = {(one["stream"], *CHANGING.unpack_from(one["params"])) for one in others}
+    assert seen == {(number, turn, number) for number in range(8) for turn in range(200)}
+    for one in plain:
+        number = one["stream"] - 8
         assert one["grid"][0] == number + 1 and one["params"] == bytes([number]) * PARAM_BYTES
 
 
@@ -477,23 +450,16 @@ def loads(library: FakeLibrary, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_variants_with_text_are_bounded(library: FakeLibrary, loads: list[str]) -> None:
-    """Two of them stay: the ones that were looked up last."""
+    """Two of them stay: the ones that were looked up last. Our own all stay."""
+    for factor in range(10):
+        get_kernel(tiny(factor), 0)
     for text in ("a", "b", "a", "c", "a", "b"):
         get_kernel(with_text(text), 0)
-    assert loads == ["a", "b", "c", "b"]
+    for factor in range(10):
+        get_kernel(tiny(factor), 0)
+    assert loads == [""] * 10 + ["a", "b", "c", "b"] and loading.USER_KERNELS >= 256
     with pytest.raises(KernelNotReadyError):
         get_kernel(with_text("c"), 0, capturing=lambda: True)
-
-
-def test_our_own_variants_stay(library: FakeLibrary, loads: list[str]) -> None:
-    for factor in range(10):
-        get_kernel(tiny(factor), 0)
-    for text in "abc":
-        get_kernel(with_text(text), 0)
-    for factor in range(10):
-        get_kernel(tiny(factor), 0)
-    assert loads == [""] * 10 + ["a", "b", "c"]
-    assert loading.USER_KERNELS >= 256
 
 
 def test_a_prepared_launch_keeps_its_kernel_loaded(library: FakeLibrary, loads: list[str]) -> None:
@@ -595,15 +561,10 @@ def test_a_slow_variant_with_text_warns_once(
         for spec, device in ((slow, 0), (slow, 1), (with_text("other"), 0), (slow, 0)):
             get_kernel(spec, device)
     texts = [str(one.message) for one in caught]
-    assert [spec.label in text for spec, text in zip((slow, with_text("other")), texts, strict=True)] == [
-        True,
-        True,
-    ]
+    assert all(spec.label in text for spec, text in zip((slow, with_text("other")), texts, strict=True))
     for part in ("C7510", "8 bytes stored, 12 bytes loaded", "16 bytes of stack frame"):
         assert part in texts[0]
-
-
-def test_a_good_variant_does_not_warn(library: FakeLibrary, loads: list[str]) -> None:
+    monkeypatch.setattr(loading, "build", compiled)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         get_kernel(with_text("good"), 0)
@@ -640,30 +601,24 @@ def test_the_checked_bytes_are_loaded(
     assert seen == [b"checked"] and kernel.spec == tiny()
 
 
-def test_storing_again_counts_as_use() -> None:
-    table: BoundedTable[str, int] = BoundedTable(2)
+def test_bounded_table() -> None:
+    """Storing again counts as use. Threads do not see each other's values."""
+    table: BoundedTable[Any, int] = BoundedTable(2)
     for key, value in (("a", 1), ("b", 2), ("a", 3), ("c", 4)):
         table[key] = value
     assert (table.get("a"), table.get("b"), table.get("c")) == (3, None, 4)
-
-
-def test_bounded_table_is_thread_safe() -> None:
-    table: BoundedTable[int, int] = BoundedTable(8)
+    table = BoundedTable(8)
     wrong: list[tuple[int, int]] = []
 
     def run(seed: int) -> None:
         for turn in range(3000):
             key = (seed * 7 + turn) % 20
             table[key] = key * 2
-            value = table.get((key * 3) % 20)
-            if value is not None and value != (key * 3) % 20 * 2:
-                wrong.append((key, value))
+            other = (key * 3) % 20
+            if (value := table.get(other)) is not None and value != other * 2:
+                wrong.append((other, value))
 
-    threads = [threading.Thread(target=run, args=(seed,)) for seed in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(6, run)
     assert wrong == [] and len(table) == 8
 
 
@@ -685,20 +640,19 @@ def test_device_info(library: FakeLibrary) -> None:
         device_info(2)
 
 
-def test_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(name: str) -> None:
-        raise OSError(f"{name}: cannot open shared object file")
-
-    monkeypatch.setattr(driver.ctypes, "CDLL", missing)
-    with pytest.raises(NoGPUError, match=r"libcuda\.so\.1.*Hopper GPU"):
-        driver.get_driver.__wrapped__()
-
-
-def test_driver_without_device(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("has_driver", (False, True))
+def test_no_driver_or_no_device(monkeypatch: pytest.MonkeyPatch, has_driver: bool) -> None:
     fake = FakeLibrary()
     fake.cuInit = lambda flags: 100  # type: ignore[attr-defined]
-    monkeypatch.setattr(driver.ctypes, "CDLL", lambda name: fake)
-    with pytest.raises(NoGPUError, match="explanation of 100"):
+
+    def load(name: str) -> FakeLibrary:
+        if not has_driver:
+            raise OSError(f"{name}: cannot open shared object file")
+        return fake
+
+    monkeypatch.setattr(driver.ctypes, "CDLL", load)
+    text = "explanation of 100" if has_driver else r"libcuda\.so\.1.*Hopper GPU"
+    with pytest.raises(NoGPUError, match=text):
         driver.get_driver.__wrapped__()
 
 
@@ -722,22 +676,11 @@ def test_tensor_map_is_encoded_once(library: FakeLibrary) -> None:
 
 
 def test_tensor_map_key_has_every_argument(library: FakeLibrary) -> None:
-    variants = [
-        (0x7F0000000020, *MAP[1:]),
-        (MAP[0], "float16", *MAP[2:]),
-        (*MAP[:2], (64, 101, 9), *MAP[3:]),
-        (*MAP[:3], (1152, 256), *MAP[4:]),
-        (*MAP[:4], (64, 32, 1), *MAP[5:]),
-        (*MAP[:5], "none", MAP[6]),
-        (*MAP[:6], "128b"),
-    ]
+    others = (MAP[0] + 16, "float16", (64, 101, 9), (1152, 256), (64, 32, 1), "none", "128b")
+    variants = [(*MAP[:i], other, *MAP[i + 1 :]) for i, other in enumerate(others)]
     for arguments in (MAP, *variants, MAP):
         tensor_map(*arguments)
-    assert len(library.maps) == 1 + len(variants)
-
-
-def test_tensor_map_cache_is_bounded() -> None:
-    assert tensor_map.cache_info().maxsize == 4096
+    assert len(library.maps) == 1 + len(MAP) and tensor_map.cache_info().maxsize == 4096
 
 
 def test_tensor_map_in_a_thread_without_a_context(library: FakeLibrary) -> None:
