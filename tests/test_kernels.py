@@ -18,7 +18,7 @@ from cuda_probe import (
     assert_products_are_not_serialised,
 )
 from full_cases import full_unless
-from kernel_params import DENSE_DECODE, SPARSE_DECODE, family
+from kernel_params import SPARSE_DECODE, family
 from kernel_variants import (
     BY_KEY,
     BY_QUERY,
@@ -61,12 +61,9 @@ from rawmla.kernels import (
     mha_backward_variants,
     mha_forward,
     mha_forward_variants,
-    mla_cache_gather,
     mla_cache_rows,
     mla_cache_write,
     mla_combine,
-    mla_convert_indices,
-    mla_merge_states,
     mla_metadata,
     mla_sparse,
 )
@@ -204,106 +201,34 @@ def test_constants_of_the_plan() -> None:
     assert reference.PLAN_COLUMNS == mla_metadata.PLAN_COLUMNS
 
 
-CPP_NAMES = {"v32": "kV32", "model1": "kModel1", "bf16 576": "kBf16Wide", "bf16 512": "kBf16Narrow"}
-DTYPE_NAMES = {code: name for name, code in common.DTYPES.items()}
+PLAN_BATCHES = (1, 512, 513, mla_metadata.MAX_BATCH)
 
 
-def mla_constants(spec: KernelSpec) -> list[str]:
-    """What the C++ of a variant of decoding or prefill calls the numbers that Python has."""
-    values = dict(spec.defines)
-    if spec.name == "mla_metadata":
-        batches = (1, 512, 513, mla_metadata.MAX_BATCH)
-        return [
-            f"kMaxFixedCost == {reference.MAX_FIXED_COST}",
-            f"kFixedCostDivisor == {reference.FIXED_COST_DIVISOR}",
-            f"kMaxShortPartition == {reference.MAX_SHORT_PART}",
-            f"kShortPartFactor == {reference.SHORT_PART_FACTOR}",
-            "sizeof(SharedMemoryPlan) == 4 * (2 * kMaxBatch + 1 + 2 * kWarps)",
-            *(f"kMaxBatch >= {b}" for b in batches if mla_metadata.spec(b) == spec),
-        ]
-    if spec.name == "mla_combine":
-        dtype = DTYPE_NAMES[values["DTYPE"]]
-        mapping = mla_combine.Mapping(
-            *(values[name] for name in ("SPLIT_GROUPS", "SPLITS_AT_ONCE", "ROWS_AT_ONCE"))
-        )
-        row_bytes = "16 / kVectorColumns * kDimV + 4 * (1 + kScaleHalves + MAX_LOGITS)"
-        return [
-            f"kRows == {mapping.rows_per_cta}",
-            f"{row_bytes} == {mla_combine.split_row_bytes(dtype, family(spec)[1])}",
-        ]
-    if spec.name == "mla_sparse_fp8_few_heads":
-        return [
-            f"kHeads == {mla_sparse.FEW_HEADS} && kGroups * kGroupCols == {common.D_V}",
-            f"Fp8Row::kRowBytes == {mla_cache_rows.QUANTIZED['v32'].row_bytes}",
-        ]
-    conditions = [f"kDimV == {common.D_V}", f"kBlockM == {common.TILE_ROWS}"]
-    if spec.name in DENSE_DECODE:
-        dtype = {"bfloat16": "kBf16", "float16": "kF16"}[DTYPE_NAMES[values["DTYPE"]]]
-        return [
-            *conditions,
-            f"kDtype == Dtype::{dtype}",
-            f"kBoxes * {values['BOX_ROWS']} == {common.BLOCK_TOKENS}",
-            f"kQChunks * 64 == {values['D_QK']}",
-        ]
-    if spec.name == "mla_sparse_bf16":
-        columns = "16 * (kQSteps + (kQSingleStep >= 0)) + 64 * kQSharedChunks"
-        return [*conditions, f"{columns} == {values['D_QK']}"]
-    (format,) = [one for one in mla_cache_rows.QUANTIZED.values() if one.code == values["FORMAT"]]
-    in_cluster = spec.name == "mla_sparse_fp8_cluster"
-    columns = "kTiles * (kChunks * 64 + HalfChunk::kCols * kV32)" if in_cluster else "kChunks * 64"
-    return [
-        *conditions,
-        f"kFormat == CacheFormat::{CPP_NAMES[format.name]}",
-        f"{columns} == {values['D_QK']}",
-        f"Fp8Row::kRowBytes == {format.row_bytes}",
-    ]
+def constants() -> Iterator[tuple[KernelSpec, list[str]]]:
+    """Numbers of Python by the names that the C++ of a variant has for them.
 
-
-def cache_constants() -> Iterator[tuple[KernelSpec, list[str]]]:
-    """The same of the kernels around decoding."""
-    for format in mla_cache_rows.CACHE_FORMATS:
-        row = f"CacheRow<CacheFormat::{CPP_NAMES[format.name]}>"
-        conditions = [
-            f"kFormat == CacheFormat::{CPP_NAMES[format.name]}",
-            f"{row}::kDimQk == {format.d_qk} && {row}::kDimNope == {format.d_nope}",
-            f"{row}::kQuantized == {str(format.is_quantized).lower()}",
-            f"{row}::kRowBytes == {format.row_bytes} && {row}::kAlignment == {format.alignment}",
-            f"kWarps * kUnitTokens == {mla_cache_write._TOKENS_PER_CTA}",
-            f"kV32MinScale == {reference.V32_MIN_SCALE!r}",
-            f"kModel1MinAmax == {float(np.float32(1e-4))!r} && kE4m3Max == {reference.E4M3_MAX!r}",
-            f"kMinCorrectableScale == {2.0**-90!r} && kTwoTo60 == {2.0**60!r}",
-        ]
-        if format.is_quantized:
-            known = reference.LAYOUTS[format.name]
-            assert (known.d_nope, known.token_bytes) == (format.d_nope, format.token_bytes)
-            conditions.append(f"{row}::kTile == {known.tile}")
-        if format is mla_cache_rows.MODEL1:
-            conditions.append(f"{row}::kRowBytes + {row}::kScalesBytes == {format.token_bytes}")
-        yield mla_cache_write.spec(format, True), conditions
-        for is_paged in (True, False) if format.is_quantized else (True,):
-            rows = mla_cache_gather._rows_per_cta(is_paged)
-            yield mla_cache_gather.spec(format, is_paged), [f"kRows == {rows}"]
-    warps, columns = mla_convert_indices._WARPS, mla_convert_indices._WARP_COLUMNS
-    for spec in of("mla_convert_indices"):
-        yield spec, [f"kWarps == {warps} && kChunk == {columns}"]
-    names = {code: name for name, code in mla_merge_states.OUT_DTYPES.items()}
-    for spec in of("mla_merge_states"):
-        dtype, out_dtype = (names[dict(spec.defines)[name]] for name in ("DTYPE", "OUT_DTYPE"))
+    Only what no wrong result shows: the cost model of plans, shared memory, and what is left out.
+    """
+    for b in PLAN_BATCHES:
         yield (
-            spec,
+            mla_metadata.spec(b),
             [
-                f"kMaxParts == {mla_merge_states.MAX_PARTS} && kDimV == {common.D_V}",
-                f"kValueBytes == {mla_merge_states.ITEM_BYTES[dtype]}",
-                f"kOutValueBytes == {mla_merge_states.ITEM_BYTES[out_dtype]}",
-                f"kRows == {mla_merge_states.rows_per_cta(dtype)}",
+                f"kMaxFixedCost == {reference.MAX_FIXED_COST}",
+                f"kFixedCostDivisor == {reference.FIXED_COST_DIVISOR}",
+                f"kMaxShortPartition == {reference.MAX_SHORT_PART}",
+                f"kShortPartFactor == {reference.SHORT_PART_FACTOR}",
+                "sizeof(SharedMemoryPlan) == 4 * (2 * kMaxBatch + 1 + 2 * kWarps)",
+                f"kMaxBatch >= {b}",
             ],
         )
-
-
-def backward_constants() -> Iterator[tuple[KernelSpec, list[str]]]:
-    """The same of dense attention's backward. The launch asks for little more shared memory than the kernel
-    has things for, and the parts of a block of dQ make up its sums.
-    """
+    for spec in of("mla_combine"):
+        dtype = {code: name for name, code in common.DTYPES.items()}[dict(spec.defines)["DTYPE"]]
+        row_bytes = mla_combine.split_row_bytes(dtype, family(spec)[1])
+        yield spec, [f"16 / kVectorColumns * kDimV + 4 * (1 + kScaleHalves + MAX_LOGITS) == {row_bytes}"]
+    for format in mla_cache_rows.CACHE_FORMATS:
+        least = [f"kV32MinScale == {reference.V32_MIN_SCALE!r}", f"kE4m3Max == {reference.E4M3_MAX!r}"]
+        least += [f"kModel1MinAmax == {float(np.float32(1e-4))!r}"]
+        yield mla_cache_write.spec(format, True), least
     for dims in ((32, 32), (64, 96), (96, 96), (128, 128), (192, 128), (192, 64), (256, 256)):
         for needs in (mha_backward_variants.ALL, mha_backward_variants.ALL._replace(dq=False)):
             spec, form = specs("bfloat16", *dims, needs=needs)[1], form_of("bfloat16", *dims, *FLAGS[0])
@@ -311,39 +236,22 @@ def backward_constants() -> Iterator[tuple[KernelSpec, list[str]]]:
             yield (
                 spec,
                 [
-                    f"kBlockRows == {mha_backward_variants.BLOCK_ROWS}",
                     f"kTileKeys == {form.tile_keys} && kThreads == {form.threads}",
                     f"kStages == {dict(spec.defines).get('STAGES', 2)}",
-                    *([] if form.by_product else [f"kDsStages == {1 if form.is_wide else 2}"]),
                     f"sizeof(SharedMemoryPlan) + 2 * {mha_backward_variants._BARRIER_BYTES} > SMEM_BYTES",
                     f"{parts} * kPartBytes == 4 * kBlockRows * {form.accum_columns(dims[0])}",
                     f"{parts} % kPlaces == 0 || kPlaces % {parts} == 0",
                 ],
             )
-    yield mha_backward_variants.CLEAR_SPEC, [f"kRows == {mha_backward._CLEARED_ROWS}"]
-
-
-def flex_constants() -> Iterator[tuple[KernelSpec, list[str]]]:
-    """The same of flex attention."""
-    yield block_mask.LISTS_SPEC, ["kEmpty == 0 && kPartial == 1 && kFull == 2"]
     for dims in (*kernel_variants.FLEX_DIMS, (96, 96)):
         tile = mha_forward_variants.tile_in_blocks(*dims)
-        yield (
-            forward_spec("bfloat16", dims, "both"),
-            [f"kTileKeys == {tile.keys} && 128 % kTileKeys == 0", "64 * kConsumers == 128"],
-        )
-        for i, form in enumerate(mha_backward_variants.forms_of(*dims)):
-            conditions = [f"kTileKeys == {form.tile_keys}", f"kThreads == {form.threads}"]
-            yield (
-                gradient_spec(dims, "softcap, causal", form=i),
-                [*conditions, "kFlex && kTrims && kHasDerivative"],
-            )
+        yield forward_spec("bfloat16", dims, "both"), [f"kTileKeys == {tile.keys} && 128 % kTileKeys == 0"]
+        yield gradient_spec(dims, "softcap, causal"), ["kFlex && kTrims && kHasDerivative"]
         yield gradient_spec(dims, "neither"), ["kFlex && !kTrims && !kHasDerivative"]
     for pass_ in (IN_ANY_ORDER, LARGEST, IN_UNITS, IN_DIGITS):
         yield (
             captured_spec("bfloat16", 128, 128, pass_, header_of(BY_QUERY, CAUSAL)),
             [
-                f"kTileKeys == {flex_captured.CAPTURED_KEYS}",
                 f"sizeof(CapturedCell) == {flex_captured._CELL_BYTES}",
                 f"sizeof(CapturedDigits) == {flex_captured._DIGITS_BYTES}",
                 f"kElementsTogether == {flex_captured._ELEMENTS_TOGETHER}",
@@ -352,43 +260,11 @@ def flex_constants() -> Iterator[tuple[KernelSpec, list[str]]]:
         )
 
 
-def each_value_once(specs: list[KernelSpec]) -> list[KernelSpec]:
-    """Few variants of a kernel that have each value of each macro among them."""
-    chosen: list[KernelSpec] = []
-    missing = {define for spec in specs for define in spec.defines}
-    while missing:
-        chosen.append(max(specs, key=lambda spec: len(missing.intersection(spec.defines))))
-        missing.difference_update(chosen[-1].defines)
-    return chosen
-
-
-WITH_CONSTANTS = ("mla_metadata", "mla_combine", *DENSE_DECODE, *SPARSE_DECODE)
-FEW_MLA = {spec for name in WITH_CONSTANTS for spec in each_value_once(of(name))}
-CONSTANTS: list[tuple[KernelSpec, list[str]]] = [
-    *((spec, mla_constants(spec)) for name in WITH_CONSTANTS for spec in of(name)),
-    *cache_constants(),
-    *backward_constants(),
-    *flex_constants(),
-]
-
-
 @pytest.mark.parametrize(
-    ("spec", "conditions"),
-    [
-        pytest.param(
-            *one, marks=[pytest.mark.full] * (one[0].name in WITH_CONSTANTS and one[0] not in FEW_MLA)
-        )
-        for one in CONSTANTS
-    ],
-    ids=lambda x: x.label if isinstance(x, KernelSpec) else "",
+    ("spec", "conditions"), [*constants()], ids=lambda x: x.label if isinstance(x, KernelSpec) else ""
 )
 def test_constants(spec: KernelSpec, conditions: list[str]) -> None:
     assert_in_kernel(spec, conditions)
-
-
-def test_metadata_of_any_batch_has_a_variant() -> None:
-    for b in (1, 512, 513, mla_metadata.MAX_BATCH):
-        assert mla_metadata.spec(b) in FEW_MLA
 
 
 FLEX_STRUCTS: dict[str, tuple[KernelSpec, ParamStruct]] = {
