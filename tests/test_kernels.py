@@ -32,7 +32,6 @@ from kernel_variants import (
     GRID,
     NEEDS,
     QUICK,
-    SOFTCAP,
     SPECS,
     VARIANTS,
     forward_spec,
@@ -267,37 +266,24 @@ def test_constants(spec: KernelSpec, conditions: list[str]) -> None:
     assert_in_kernel(spec, conditions)
 
 
+def sizes(functions: kernel_variants.Functions) -> tuple[int, int]:
+    return size_of(functions[0]), size_of(functions[1])
+
+
 FLEX_STRUCTS: dict[str, tuple[KernelSpec, ParamStruct]] = {
-    **{
-        f"forward, {name}": (
-            forward_spec("bfloat16", (64, 64), name),
-            mha_forward.params_of((size_of(score), size_of(mask))),
-        )
-        for name, (score, mask) in FORWARD.items()
-    },
-    **{
-        f"states, {name}": (
-            block_mask.states_spec(header_of(None, FORWARD[name][1])),
-            block_mask.states_params(size_of(FORWARD[name][1])),
-        )
-        for name in ("neither", "mask", "both read", "small blocks")
-    },
-    **{
-        f"backward, {name}": (
-            gradient_spec((64, 64), name),
-            mha_backward.params_of((size_of(score), size_of(mask))),
-        )
-        for name, (score, mask) in GRADIENTS.items()
-    },
-    "backward by product": (
-        gradient_spec((256, 256), "softcap, documents"),
-        mha_backward.params_of((size_of(SOFTCAP), size_of(DOCUMENTS))),
-    ),
-    "captured": (
-        captured_spec("bfloat16", 64, 64, IN_ANY_ORDER, header_of(BY_KEY, DOCUMENTS)),
-        mha_backward.params_of((size_of(BY_KEY), size_of(DOCUMENTS))),
-    ),
+    f"forward, {name}": (forward_spec("bfloat16", (64, 64), name), mha_forward.params_of(sizes(functions)))
+    for name, functions in FORWARD.items()
 }
+for name, (_, mask) in FORWARD.items():
+    states = block_mask.states_spec(header_of(None, mask))
+    FLEX_STRUCTS[f"states, {name}"] = (states, block_mask.states_params(size_of(mask)))
+for dims, name in (*(((64, 64), name) for name in GRADIENTS), ((256, 256), "softcap, documents")):
+    declared = mha_backward.params_of(sizes(GRADIENTS[name]))
+    FLEX_STRUCTS[f"backward {dims}, {name}"] = (gradient_spec(dims, name), declared)
+FLEX_STRUCTS["captured"] = (
+    captured_spec("bfloat16", 64, 64, IN_ANY_ORDER, header_of(BY_KEY, DOCUMENTS)),
+    mha_backward.params_of(sizes((BY_KEY, DOCUMENTS))),
+)
 """tests/test_params.py has the structs of kernels without functions."""
 
 
