@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jit_project import INNER, KERNEL, OUTER, Pretend, Project, pretended_status, tiny
+from jit_project import INNER, KERNEL, OUTER, Pretend, Project, at_once, pretended_status, tiny
 
 from rawmla.errors import NVRTCNotFoundError
 from rawmla.jit import (
@@ -232,16 +231,6 @@ def test_a_killed_process_leaves_neither_lock_nor_entry(project: Project) -> Non
     worker.communicate()
     start = time.monotonic()
     assert origin(project) == "compiled" and time.monotonic() - start < 20
-
-
-def at_once(count: int, run: Callable[[int], object]) -> None:
-    """Call `run(0)`, `run(1)` and so on in threads that begin together."""
-    start = threading.Barrier(count)
-    threads = [threading.Thread(target=lambda i=i: (start.wait(), run(i))) for i in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
 
 
 def test_without_locks_threads_waste_work_and_corrupt_nothing(

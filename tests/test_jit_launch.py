@@ -7,14 +7,14 @@ import struct
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from jit_project import tiny
+from jit_project import at_once, tiny
 
 from rawmla.errors import KernelNotReadyError, LaunchError, NoGPUError, UnsupportedGPUError
 from rawmla.jit import (
@@ -33,9 +33,16 @@ from rawmla.jit.driver import Driver
 from rawmla.jit.table import BoundedTable
 
 VOID = ctypes.c_void_p
-CONTEXT_A, CONTEXT_B, FUNCTION = 0xAAAA00000001, 0xBBBB00000002, 0xCCCC00000003
+CONTEXTS = CONTEXT_A, CONTEXT_B = 0xAAAA00000001, 0xBBBB00000002  # of devices 0 and 1
+FUNCTION = 0xCCCC00000003
 PARAM_BYTES = 192
 MAP_BYTES = bytes(range(128))
+
+
+def put(out: Any, value: Any) -> int:
+    """Give a result through a pointer; CUDA_SUCCESS."""
+    out[0] = value
+    return 0
 
 
 class FakeLibrary:
@@ -51,21 +58,23 @@ class FakeLibrary:
         self.asked_context = 0
         self.capturing: dict[int, int] = {}  # stream -> its CUstreamCaptureStatus, if not 0
         self.asked_streams: list[int] = []
+        self.unloaded: list[int | None] = []  # the contexts in which code was unloaded
         self.maps_need_a_context = False
         pointer, enum, number = ctypes.POINTER, ctypes.c_int, ctypes.c_uint
-        u64s, u32s = pointer(ctypes.c_uint64), pointer(ctypes.c_uint32)
+        u64s, u32s, texts = pointer(ctypes.c_uint64), pointer(number), pointer(ctypes.c_char_p)
+        enums = [enum] * 4
         for name, function, *types in (
             ("cuCtxGetCurrent", self._get, pointer(VOID)),
-            ("cuCtxPushCurrent_v2", self._push, VOID),
-            ("cuCtxPopCurrent_v2", self._pop, pointer(VOID)),
-            ("cuDevicePrimaryCtxRetain", self._retain, pointer(VOID), enum),
+            ("cuCtxPushCurrent_v2", lambda context: self._stack().append(context) or 0, VOID),
+            ("cuCtxPopCurrent_v2", lambda out: put(out, self._stack().pop()), pointer(VOID)),
+            ("cuDevicePrimaryCtxRetain", lambda out, n: put(out, CONTEXTS[n - 40]), pointer(VOID), enum),
             ("cuMemsetD32Async", self._clear, ctypes.c_uint64, number, ctypes.c_size_t, VOID),
             ("cuLaunchKernelEx", self._launch, VOID, VOID, VOID, VOID),
             ("cuStreamIsCapturing", self._is_capturing, VOID, pointer(enum)),
-            ("cuGetErrorName", self._name, enum, pointer(ctypes.c_char_p)),
-            ("cuGetErrorString", self._string, enum, pointer(ctypes.c_char_p)),
-            ("cuDeviceGetCount", self._count, pointer(enum)),
-            ("cuDeviceGet", self._device, pointer(enum), enum),
+            ("cuGetErrorName", lambda code, out: put(out, b"CUDA_ERROR_TEST"), enum, texts),
+            ("cuGetErrorString", lambda code, out: put(out, f"explanation of {code}".encode()), enum, texts),
+            ("cuDeviceGetCount", lambda out: put(out, 2), pointer(enum)),
+            ("cuDeviceGet", lambda out, device: put(out, device + 40), pointer(enum), enum),
             ("cuDeviceGetName", self._device_name, VOID, enum, enum),
             ("cuDeviceGetAttribute", self._attribute, pointer(enum), enum, enum),
             (
@@ -94,20 +103,7 @@ class FakeLibrary:
 
     def _get(self, out: Any) -> int:
         self.asked_context += 1
-        out[0] = self._stack()[-1]
-        return 0
-
-    def _push(self, context: int) -> int:
-        self._stack().append(context)
-        return 0
-
-    def _pop(self, out: Any) -> int:
-        out[0] = self._stack().pop()
-        return 0
-
-    def _retain(self, out: Any, handle: int) -> int:
-        out[0] = {40: CONTEXT_A, 41: CONTEXT_B}[handle]
-        return 0
+        return put(out, self._stack()[-1])
 
     def _clear(self, address: int, word: int, words: int, stream: int) -> int:
         self.cleared.append((address, word, words, stream, self._stack()[-1]))
@@ -138,32 +134,14 @@ class FakeLibrary:
         if self._stack()[-1] is None:
             return 201
         self.asked_streams.append(stream)
-        out[0] = self.capturing.get(stream, 0)
-        return 0
-
-    def _name(self, code: int, out: Any) -> int:
-        out[0] = b"CUDA_ERROR_TEST"
-        return 0
-
-    def _string(self, code: int, out: Any) -> int:
-        out[0] = f"explanation of {code}".encode()
-        return 0
-
-    def _count(self, out: Any) -> int:
-        out[0] = 2
-        return 0
-
-    def _device(self, out: Any, device: int) -> int:
-        out[0] = device + 40
-        return 0
+        return put(out, self.capturing.get(stream, 0))
 
     def _device_name(self, out: int, size: int, handle: int) -> int:
         ctypes.memmove(out, f"GPU {handle}\0".encode(), 7)
         return 0
 
     def _attribute(self, out: Any, attribute: int, handle: int) -> int:
-        out[0] = {16: 132, 75: self.capability[0], 76: self.capability[1]}[attribute]
-        return 0
+        return put(out, {16: 132, 75: self.capability[0], 76: self.capability[1]}[attribute])
 
     def _map(
         self, out: int, dtype: int, rank: int, ptr: int, dims: Any, strides: Any, box: Any, *rest: Any
@@ -258,15 +236,8 @@ def test_failed_launch_says_everything_and_the_kernel_stays_usable(library: Fake
     library.result = 701
     with pytest.raises(LaunchError) as caught:
         kernel.launch((7, 8, 9), PARAMS, 0x55, cluster=(2, 1, 1), pdl=True)
-    for part in (
-        "tiny[FACTOR=1]",
-        "CUDA_ERROR_TEST",
-        "explanation of 701",
-        "(7, 8, 9)",
-        "384",
-        "232448",
-        "0x55",
-    ):
+    launch = ("tiny[FACTOR=1]", "(7, 8, 9)", "384", "232448", "0x55")
+    for part in ("CUDA_ERROR_TEST", "explanation of 701", *launch):
         assert part in str(caught.value)
     assert library._stack() == [CONTEXT_B]
     library.result = 0
@@ -304,12 +275,8 @@ def test_prepared_launch(library: FakeLibrary) -> None:
         prepared.launch(stream, *members)
         one = library.launches[-1]
         assert one["params"] == CHANGING.pack(*members) + PARAMS[CHANGING.size :]
-        assert (one["grid"], one["block"], one["smem"], one["stream"]) == (
-            (4, 5, 6),
-            (384, 1, 1),
-            232_448,
-            stream,
-        )
+        assert (one["grid"], one["block"]) == ((4, 5, 6), (384, 1, 1))
+        assert (one["smem"], one["stream"]) == (232_448, stream)
         assert one["attributes"] == [(4, 2, 1, 1), (6, 1, 0, 0)]
         assert one["aligned"] and one["function"] == FUNCTION and one["context"] == CONTEXT_A
 
@@ -368,16 +335,6 @@ def test_failed_prepared_launch(library: FakeLibrary) -> None:
         make_kernel(library).prepare((1, -1, 1), PARAMS, CHANGING).launch(0, 1, 2)
 
 
-def in_threads(count: int, run: Callable[[int], object]) -> None:
-    """Call `run(0)`, `run(1)` and so on in threads that begin together."""
-    start = threading.Barrier(count)
-    threads = [threading.Thread(target=lambda i=i: (start.wait(), run(i))) for i in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-
 def test_threads_do_not_mix_their_launches(library: FakeLibrary) -> None:
     kernel = make_kernel(library)
     prepared = kernel.prepare((1, 1, 1), PARAMS, CHANGING)
@@ -388,7 +345,7 @@ def test_threads_do_not_mix_their_launches(library: FakeLibrary) -> None:
             prepared.launch(number, turn, number)
             kernel.launch((number + 1, turn + 1, 1), bytes([number]) * PARAM_BYTES, number + 8, pdl=True)
 
-    in_threads(8, run)
+    at_once(8, run)
     plain = [one for one in library.launches if one["stream"] >= 8]
     others = [one for one in library.launches if one["stream"] < 8]
     assert len(plain) == len(others) == 1600
@@ -425,24 +382,21 @@ def with_text(text: str) -> KernelSpec:
 class Code:
     """Stands for a loaded module; notes the context in which it is unloaded."""
 
-    def __init__(self, library: FakeLibrary, unloaded: list[int | None]) -> None:
+    def __init__(self, library: FakeLibrary) -> None:
         self.library = library
-        self.unloaded = unloaded
 
     def __del__(self) -> None:
-        self.unloaded.append(self.library._stack()[-1])
+        self.library.unloaded.append(self.library._stack()[-1])
 
 
 @pytest.fixture
 def loads(library: FakeLibrary, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Texts of the variants that were loaded, or "" for one without text; loading one needs no CuPy here."""
     made: list[str] = []
-    library.unloaded = []  # type: ignore[attr-defined]
 
     def load(built: CompiledKernel, device: int) -> Kernel:
         made.append("".join(text for _, text in built.spec.headers))
-        unloaded = library.unloaded  # type: ignore[attr-defined]
-        return make_kernel(library, module=Code(library, unloaded), spec=built.spec)
+        return make_kernel(library, module=Code(library), spec=built.spec)
 
     monkeypatch.setattr(loading, "build", compiled)
     monkeypatch.setattr(loading, "_load", load)
@@ -466,12 +420,11 @@ def test_a_prepared_launch_keeps_its_kernel_loaded(library: FakeLibrary, loads: 
     prepared = get_kernel(with_text("a"), 0).prepare((1, 1, 1), PARAMS, CHANGING)
     for text in "bcd":
         get_kernel(with_text(text), 0)
-    unloaded = library.unloaded  # type: ignore[attr-defined]
-    assert len(unloaded) == 1  # b
+    assert len(library.unloaded) == 1  # b
     prepared.launch(0, 1, 2)
     assert len(library.launches) == 1
     del prepared
-    assert len(unloaded) == 2
+    assert len(library.unloaded) == 2
 
 
 STREAM = 0x7F5100000001  # a handle of 64 bits
@@ -496,7 +449,7 @@ def test_what_a_capture_launched_stays_loaded(
         get_kernel(spec, 0).launch((1, 1, 1), PARAMS, STREAM)
     for text in "abcde":
         get_kernel(with_text(text), 0).launch((1, 1, 1), PARAMS, STREAM + 1)
-    assert len(library.unloaded) == 3  # type: ignore[attr-defined]
+    assert len(library.unloaded) == 3
     get_kernel(spec, 0, capturing=lambda: True).launch((1, 1, 1), PARAMS, STREAM)
     assert loads == ["captured", *"abcde"]
     assert loading.loaded_labels() == []  # of our own kernels
@@ -514,7 +467,7 @@ def test_two_copies_that_captures_launched_stay(library: FakeLibrary, loads: lis
     del kernel, new, old
     for text in "bcd":
         get_kernel(with_text(text), 0)
-    assert loads == [*"abcabcd"] and len(library.unloaded) == 3  # type: ignore[attr-defined]
+    assert loads == [*"abcabcd"] and len(library.unloaded) == 3
 
 
 def test_who_is_asked_whether_a_stream_is_captured(library: FakeLibrary, loads: list[str]) -> None:
@@ -541,7 +494,7 @@ def test_code_is_unloaded_in_its_own_context(
     library.set_current(current)
     for text in "abc":
         get_kernel(with_text(text), 0)
-    assert library.unloaded == [CONTEXT_A]  # type: ignore[attr-defined]
+    assert library.unloaded == [CONTEXT_A]
     assert library._stack() == [current]
 
 
@@ -618,7 +571,7 @@ def test_bounded_table() -> None:
             if (value := table.get(other)) is not None and value != other * 2:
                 wrong.append((other, value))
 
-    in_threads(6, run)
+    at_once(6, run)
     assert wrong == [] and len(table) == 8
 
 
