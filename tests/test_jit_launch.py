@@ -62,7 +62,6 @@ class FakeLibrary:
         self.maps_need_a_context = False
         pointer, enum, number = ctypes.POINTER, ctypes.c_int, ctypes.c_uint
         u64s, u32s, texts = pointer(ctypes.c_uint64), pointer(number), pointer(ctypes.c_char_p)
-        enums = [enum] * 4
         for name, function, *types in (
             ("cuCtxGetCurrent", self._get, pointer(VOID)),
             ("cuCtxPushCurrent_v2", lambda context: self._stack().append(context) or 0, VOID),
