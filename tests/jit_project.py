@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,6 +61,16 @@ def tiny(
     may_lose: bool = False,
 ) -> KernelSpec:
     return KernelSpec(name, (("FACTOR", factor),), threads, smem_bytes, headers, may_lose)
+
+
+def at_once(count: int, run: Callable[[int], object]) -> None:
+    """Call `run(0)`, `run(1)` and so on in threads that begin together."""
+    start = threading.Barrier(count)
+    threads = [threading.Thread(target=lambda i=i: (start.wait(), run(i))) for i in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 def pretended_status(monkeypatch: pytest.MonkeyPatch) -> Pretend:

@@ -176,50 +176,6 @@ def test_wgmma_of_every_width(widths: range) -> None:
 # mla/
 
 
-@pytest.mark.parametrize("columns", (16, 64, 128, 192))
-def test_softmax_of_any_width(columns: int) -> None:
-    """Scores of `columns` keys, masked by length and by bits, to P in shared memory, O rescaled."""
-    count = columns // 2
-    mask = "KeyBits(x, y)" if columns <= 64 else "limits"  # bits are of 64 keys
-    body = (
-        f"float s[{count}], o[64]; u32 p[{count // 2}]; float scale[2];\n"
-        f"    for (int i = 0; i < {count}; ++i) s[i] = out[i * 128 + threadIdx.x];\n"
-        "    for (int i = 0; i < 64; ++i) o[i] = out[-i * 128 + threadIdx.x];\n"
-        "    struct Limits {\n"
-        "        enum { kMaxColumns = 256 };\n"
-        "        int first, second;\n"
-        "        __device__ bool hides(int i, int column) const { return column >= (i ? second : first); }\n"
-        "    };\n"
-        "    const Limits limits{visible_keys(x, y, z, true), visible_keys(x, y, z + 1, true)};\n"
-        f"    apply_mask(s, {mask});\n"
-        "    SOFTMAX softmax; RowMaximum top; top.block(s);\n"
-        "    softmax.block<Dtype::kBf16>(s, 1.5f, p, FACTORS);\n"
-        "    rescale(o, scale[0], scale[1]); rescale(o, row, y);\n"
-        "    store_probabilities<8192>(x, p);\n"
-        "    softmax.store(row, row + 64, y); top.store(row + 128, 1.5f, y);\n"
-        "    for (int i = 0; i < 64; ++i) out[i * 128 + threadIdx.x] = o[i];"
-    )
-    includes = ("layout/rescale.cuh", "mla/masks.cuh", "mla/softmax.cuh", "mla/store_p.cuh")
-    for softmax, factors in (("OnlineSoftmax", "scale"), ("MaximumFirstSoftmax", "shrink")):
-        text = body.replace("SOFTMAX", softmax).replace("FACTORS", factors)
-        if factors == "shrink":
-            text = text.replace("float scale[2];", "u32 shrink[2]; float scale[2] = {1.0f, 1.0f};")
-        ptx = assemble(kernel(includes, "float* out, float* row", text))
-        assert ptx.count("stmatrix.sync.aligned.m8n8.x4.shared.b16") == columns // 16
-        assert ptx.count("ex2.approx.ftz.f32") >= count
-
-
-def test_mask_refuses_columns_it_cannot_tell_apart() -> None:
-    """Bits are of 64 keys."""
-    body = "float s[64]; apply_mask(s, KeyBits(x, y)); out[x] = s[y];"
-    text = kernel(("mla/masks.cuh",), "float* out", body)
-    result = nvrtc.compile_source(
-        SourceSet("probe.cu", text.encode(), headers()), ("-arch=sm_90a", "-std=c++20")
-    )
-    assert result.status == "NVRTC_ERROR_COMPILATION"
-    assert "the mask has fewer columns than the scores" in result.log
-
-
 def test_visible_keys() -> None:
     """The last query token sees every key; without a causal mask all of them do."""
     conditions = []

@@ -416,43 +416,6 @@ def test_tensor_maps_that_the_driver_refuses(emulator: Emulator, changes: dict[s
         jit.tensor_map(**{**good, **changes})
 
 
-def test_fp8(run: Any) -> None:
-    """Every code, and floats around every number and every tie, as torch converts them."""
-    codes = torch.arange(256, dtype=torch.uint8)
-    wanted = codes.view(torch.float8_e4m3fn).float()
-    wanted_e5m2 = codes.view(torch.float8_e5m2).float()
-    text = """
-    for (int i = thread; i < 256; i += 128) {
-        u32 low, high;
-        e4m3_to_f16(i | i << 24, low, high);
-        params.out[i] = unpack_f16(low).x;
-        params.out[i + 256] = unpack_f16(high).y;
-        e5m2_to_f16(i << 8 | i << 16, low, high);
-        params.out[i + 512] = unpack_f16(low).y;
-        params.out[i + 768] = unpack_f16(high).x;
-    }
-    """
-    out = torch.from_numpy(run(text, count=1024)).view(4, 256)
-    for got, want in zip(out, (wanted, wanted, wanted_e5m2, wanted_e5m2), strict=True):
-        torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
-
-    finite = wanted[wanted.isfinite()].sort().values
-    ties = (finite[1:] + finite[:-1]) / 2
-    exact = torch.cat([finite, ties])
-    given = torch.cat([exact, exact.nextafter(exact + 1), exact.nextafter(exact - 1)]).clamp(-448, 448)
-    text = f"""
-    for (int i = thread; i < {len(given)}; i += 128) {{
-        const u32 packed = pack_e4m3(params.in[i], 1000.0f, params.in[i], -1000.0f);
-        params.out[i] = (packed >> 8 & 0xff) == 0x7e && packed >> 24 == 0xfe ? packed & 0xff : kNaN;
-        params.out[i + {len(given)}] = packed >> 16 & 0xff;
-    }}
-    """
-    got = run(text, count=2 * len(given), given=given.numpy()).reshape(2, -1)
-    want = given.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
-    np.testing.assert_array_equal(got[0], want)
-    np.testing.assert_array_equal(got[1], want)
-
-
 def test_nothing_remains(emulator_folder: Path) -> None:
     """Behind the block rawmla is as it was, with its own framework and kernels."""
     from emulator import Emulator, missing_reason

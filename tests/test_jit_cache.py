@@ -1,4 +1,4 @@
-"""The disk cache: hits, misses, races, damage, refusals, bounds; and the prebuilt folder."""
+"""The disk cache: hits, misses, races, damage, trust, bounds; and the prebuilt folder."""
 
 from __future__ import annotations
 
@@ -8,17 +8,32 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 import warnings
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
-from jit_project import INNER, KERNEL, OUTER, Project, pretended_status, tiny
+from jit_project import INNER, KERNEL, OUTER, Pretend, Project, at_once, pretended_status, tiny
 
 from rawmla.errors import NVRTCNotFoundError
-from rawmla.jit import Builder, DiskCache, builder, cache, default_builder, entry, export, nvrtc
+from rawmla.jit import (
+    Builder,
+    CompiledKernel,
+    DiskCache,
+    builder,
+    cache,
+    default_builder,
+    entry,
+    export,
+    nvrtc,
+)
+
+SOMEONE = 54321  # a user id, and a group id
+ME = os.geteuid()
+PARTS = ["", "kernel.cubin", "meta.json"]
 
 
 @pytest.fixture
@@ -26,151 +41,141 @@ def project(tmp_path: Path) -> Project:
     return Project(tmp_path)
 
 
-def without_nvrtc(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing() -> str:
-        raise NVRTCNotFoundError("no NVRTC here")
+@pytest.fixture
+def pretend(monkeypatch: pytest.MonkeyPatch) -> Pretend:
+    return pretended_status(monkeypatch)
 
-    monkeypatch.setattr(nvrtc, "version", missing)
+
+def origin(project: Project, factor: int = 1) -> str:
+    return str(project.build(factor).meta["origin"])
+
+
+def entry_of(project: Project, factor: int = 1) -> Path:
+    """The folder of a kernel that is built."""
+    path = project.build(factor).path
+    assert path is not None
+    return path.parent
+
+
+def built(project: Project, prebuilt: Path | None = None) -> tuple[CompiledKernel, list[str]]:
+    """A kernel from a new builder that is asked twice, and all warnings."""
+    one = project.builder(prebuilt)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        first = one.build(tiny())
+        one.build(tiny())
+    assert all(warning.category is RuntimeWarning for warning in caught)
+    return first, [str(warning.message) for warning in caught]
+
+
+# ---- hits and misses
 
 
 def test_miss_then_hit(project: Project) -> None:
-    first, second = project.build(), project.build()
-    assert (first.meta["origin"], second.meta["origin"]) == ("compiled", "cache")
-    assert first.cubin == second.cubin and first.log == second.log and first.path == second.path
-    assert first.path is not None and project.entries() == [first.path.parent.name]
-    assert {**first.meta, "origin": "cache"} == second.meta
-
-
-def test_entry_is_cubin_and_readable_meta(project: Project) -> None:
-    compiled = project.build()
-    assert compiled.path is not None
-    assert sorted(os.listdir(compiled.path.parent)) == ["kernel.cubin", "meta.json"]
-    meta = json.loads((compiled.path.parent / "meta.json").read_text())
-    for name in (
-        "registers",
-        "spill_stores",
-        "spill_loads",
-        "local_bytes",
-        "compile_seconds",
-        "cubin_sha256",
-    ):
-        assert name in meta
-
-
-@pytest.mark.parametrize("launch", ({"threads": 64}, {"smem_bytes": 512}))
-def test_the_launch_is_in_the_key(project: Project, launch: dict[str, int]) -> None:
-    """The kernel has both numbers as macros, and compares its own with them."""
-    project.build()
-    other = project.builder().build(tiny(**launch))
-    assert other.meta["origin"] == "compiled"
-    made = {"threads": other.meta["threads"], "smem_bytes": other.meta["dynamic_shared_bytes"]}
-    assert made == {"threads": tiny().threads, "smem_bytes": tiny().smem_bytes} | launch
-
-
-def test_a_hit_takes_far_less_than_a_compile(project: Project) -> None:
-    one = project.builder()
-    one.build(tiny())
-    start = time.perf_counter()
+    """A hit takes far less time than a compile. An entry is a cubin and a readable report."""
+    first, start = project.build(), time.perf_counter()
     for _ in range(5):
-        one.build(tiny())
+        second = project.build()
     assert (time.perf_counter() - start) / 5 < 0.05
+    assert {**first.meta, "origin": "cache"} == second.meta and first.meta["origin"] == "compiled"
+    assert first.cubin == second.cubin and first.log == second.log and first.path == second.path
+    folder = entry_of(project)
+    assert project.entries() == [folder.name] and sorted(os.listdir(folder)) == ["kernel.cubin", "meta.json"]
+    meta = json.loads((folder / "meta.json").read_text())
+    assert {"registers", "spill_stores", "local_bytes", "compile_seconds", "cubin_sha256"} <= set(meta)
 
 
-@pytest.mark.parametrize(
-    "name", ["kernels/tiny.cu", "lib/outer.cuh", "lib/inner.cuh"], ids=["main", "header", "nested header"]
-)
+@pytest.mark.parametrize("name", ["kernels/tiny.cu", "lib/outer.cuh", "lib/inner.cuh"])
 def test_edit_of_any_source_is_a_miss_and_undoing_it_a_hit(project: Project, name: str) -> None:
     first = project.build()
     before = (project.sources / name).read_text()
     project.write(name, before + "\n// edited\n")
-    assert project.build().meta["origin"] == "compiled"
+    assert origin(project) == "compiled"
     project.write(name, before)
     again = project.build()
     assert again.meta["origin"] == "cache" and again.cubin == first.cubin
 
 
-def test_one_builder_sees_an_edit(project: Project) -> None:
+def test_what_is_in_the_key(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Defines, launch, name, options, version, and which bytes are in which file; no unrelated file. One
+    builder sees edits too.
+    """
     one = project.builder()
     first = one.build(tiny())
-    project.write("lib/inner.cuh", INNER.replace("7", "8"))
-    assert one.build(tiny()).cubin != first.cubin
-
-
-def test_unrelated_files_do_not_matter(project: Project) -> None:
-    project.build()
     project.write("lib/other.cuh", "#define UNUSED\n")
     project.write("kernels/other.cu", "nonsense\n")
-    assert project.build().meta["origin"] == "cache"
-
-
-def test_moving_bytes_between_files_is_a_miss(project: Project) -> None:
-    """The key has names and lengths, not only the concatenated contents."""
-    project.build()
-    project.write("lib/outer.cuh", OUTER + "// x\n")
-    first = project.build()
-    project.write("lib/outer.cuh", OUTER)
-    project.write("lib/inner.cuh", "// x\n" + INNER)
-    assert first.meta["origin"] == project.build().meta["origin"] == "compiled"
-
-
-def test_defines_name_options_and_nvrtc_version_are_in_the_key(
-    project: Project, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    project.build(1)
-    assert project.build(2).meta["origin"] == "compiled"
     project.write("kernels/twin.cu", KERNEL.replace("tiny", "twin"))
-    assert project.builder().build(tiny(name="twin")).meta["origin"] == "compiled"
-    with monkeypatch.context() as patch:
-        patch.setattr(nvrtc, "_BASE_OPTIONS", (*nvrtc._BASE_OPTIONS, "-lineinfo"))
-        assert project.build(1).meta["origin"] == "compiled"
-    other = f"{nvrtc.version()}.1"
-    with monkeypatch.context() as patch:
-        patch.setattr(nvrtc, "version", lambda: other)
-        assert project.build(1).meta["origin"] == "compiled"
-    assert project.build(1).meta["origin"] == "cache"
+    assert one.build(tiny()).meta["origin"] == "cache"
+    for spec in (tiny(2), tiny(threads=64), tiny(smem_bytes=512), tiny(name="twin")):
+        made = one.build(spec).meta
+        assert made["origin"] == "compiled"
+        assert (made["threads"], made["dynamic_shared_bytes"]) == (spec.threads, spec.smem_bytes)
+    options, version = (*nvrtc._BASE_OPTIONS, "-lineinfo"), f"{nvrtc.version()}.1"
+    for name, value in (("_BASE_OPTIONS", options), ("version", lambda: version)):
+        with monkeypatch.context() as patch:
+            patch.setattr(nvrtc, name, value)
+            assert origin(project) == "compiled"
+    assert origin(project) == "cache"
+    project.write("lib/inner.cuh", INNER.replace("7", "8"))
+    assert one.build(tiny()).cubin != first.cubin
+    for outer, inner in ((OUTER + "// x\n", INNER), (OUTER, "// x\n" + INNER)):
+        project.write("lib/outer.cuh", outer)
+        project.write("lib/inner.cuh", inner)
+        assert origin(project) == "compiled"
+
+
+# ---- damage
+
+DAMAGES: dict[str, Callable[[Path], Any]] = {
+    "truncated": lambda file: file.write_bytes(file.read_bytes()[:100]),
+    "a bit": lambda file: file.write_bytes(file.read_bytes()[:-9] + b"\x01" + file.read_bytes()[-8:]),
+    "empty": lambda file: file.write_bytes(b""),
+    "missing": lambda file: file.unlink(),
+    "other JSON": lambda file: file.write_bytes(b"[1, 2]"),
+}
 
 
 @pytest.mark.parametrize("file", ["kernel.cubin", "meta.json"])
-@pytest.mark.parametrize("damage", ["truncate", "flip", "empty", "delete", "garbage"])
-def test_damaged_entry_is_rebuilt(project: Project, file: str, damage: str) -> None:
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_entry_is_rebuilt(project: Project, file: str, damage: str) -> None:
     first = project.build()
-    assert first.path is not None
-    target = first.path.parent / file
-    data = bytearray(target.read_bytes())
-    if damage == "truncate":
-        target.write_bytes(data[: len(data) // 2])
-    elif damage == "flip":
-        data[len(data) // 2] ^= 1
-        target.write_bytes(data)
-    elif damage == "empty":
-        target.write_bytes(b"")
-    elif damage == "delete":
-        target.unlink()
-    else:
-        target.write_bytes(b"[1, 2]")
+    DAMAGES[damage](entry_of(project) / file)
     rebuilt = project.build()
     assert rebuilt.meta["origin"] == "compiled" and rebuilt.cubin == first.cubin
-    assert project.build().meta["origin"] == "cache"
-    assert len(project.entries()) == 1
+    assert origin(project) == "cache" and len(project.entries()) == 1
 
 
-def test_altered_register_count_is_noticed(project: Project) -> None:
-    first = project.build()
-    assert first.path is not None
-    target = first.path.parent / "meta.json"
-    meta = json.loads(target.read_text())
-    target.write_text(json.dumps({**meta, "registers": 1}))
-    assert project.build().meta["registers"] == first.meta["registers"]
-
-
-def test_entry_of_another_key_is_not_used(project: Project) -> None:
-    one, two = project.build(1), project.build(2)
-    assert one.path is not None and two.path is not None
+def test_a_forged_entry_is_rebuilt(project: Project) -> None:
+    """An entry with another register count, and that of another key."""
+    one, other = entry_of(project), entry_of(project, 2)
+    meta = json.loads((one / "meta.json").read_text())
+    (one / "meta.json").write_text(json.dumps({**meta, "registers": 1}))
+    assert project.build().meta["registers"] == meta["registers"]
     for file in ("kernel.cubin", "meta.json"):
-        (one.path.parent / file).write_bytes((two.path.parent / file).read_bytes())
-    rebuilt = project.build(1)
-    assert rebuilt.meta["origin"] == "compiled" and rebuilt.cubin == one.cubin
+        (one / file).write_bytes((other / file).read_bytes())
+    assert origin(project) == "compiled"
 
+
+@pytest.mark.parametrize("kind", ["file", "pipe", "folder", "dangling link"])
+def test_what_is_no_entry_is_replaced(project: Project, kind: str) -> None:
+    target = entry_of(project)
+    cubin = target / "kernel.cubin"
+    cubin.unlink()
+    if kind == "pipe":
+        os.mkfifo(cubin, 0o600)
+    elif kind == "folder":
+        cubin.mkdir(mode=0o755)
+    else:
+        (target / "meta.json").unlink()
+        target.rmdir()
+        target.write_bytes(b"") if kind == "file" else target.symlink_to(project.root / "gone")
+    first, said = built(project)
+    assert first.meta["origin"] == "compiled" and origin(project) == "cache"
+    assert ["is a symbolic link" in one for one in said] == [True] * (kind == "dangling link")
+    assert not list(project.cache_dir.glob(".tmp-*"))
+
+
+# ---- processes and threads
 
 WORKER = """\
 import sys, time
@@ -192,36 +197,32 @@ print(compiled.meta["origin"], compiled.meta["cubin_sha256"], flush=True)
 """
 
 
-def start_worker(project: Project, compile_seconds: float) -> subprocess.Popen[str]:
+def start_workers(project: Project, count: int, compile_seconds: float) -> list[subprocess.Popen[str]]:
+    """Processes that are about to build."""
     path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
-    worker = subprocess.Popen(
-        [sys.executable, "-c", WORKER, str(project.root), str(compile_seconds)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": path},
-    )
-    assert worker.stdout is not None and worker.stdout.readline() == "ready\n"
-    return worker
-
-
-def test_processes_at_once_compile_once(project: Project) -> None:
-    workers = [start_worker(project, 0.5) for _ in range(3)]
+    command = [sys.executable, "-c", WORKER, str(project.root), str(compile_seconds)]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    workers = [
+        subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path}, **pipes) for _ in range(count)
+    ]
+    for worker in workers:
+        assert worker.stdout is not None and worker.stdout.readline() == "ready\n"
     for worker in workers:
         assert worker.stdin is not None
         worker.stdin.write("go\n")
         worker.stdin.flush()
+    return workers
+
+
+def test_processes_at_once_compile_once(project: Project) -> None:
+    workers = start_workers(project, 3, 0.5)
     answers = [worker.communicate(timeout=60)[0].split() for worker in workers]
     assert sorted(origin for origin, _ in answers) == ["cache", "cache", "compiled"]
-    assert len({digest for _, digest in answers}) == 1
-    assert len(project.entries()) == 1
+    assert len({digest for _, digest in answers}) == 1 and len(project.entries()) == 1
 
 
 def test_a_killed_process_leaves_neither_lock_nor_entry(project: Project) -> None:
-    worker = start_worker(project, 60.0)
-    assert worker.stdin is not None
-    worker.stdin.write("go\n")
-    worker.stdin.flush()
+    (worker,) = start_workers(project, 1, 60.0)
     deadline = time.monotonic() + 30
     while not (project.root / "compiling").exists():
         assert time.monotonic() < deadline
@@ -229,88 +230,128 @@ def test_a_killed_process_leaves_neither_lock_nor_entry(project: Project) -> Non
     worker.send_signal(signal.SIGKILL)
     worker.communicate()
     start = time.monotonic()
-    assert project.build().meta["origin"] == "compiled"
-    assert time.monotonic() - start < 20
+    assert origin(project) == "compiled" and time.monotonic() - start < 20
 
 
 def test_without_locks_threads_waste_work_and_corrupt_nothing(
     project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(DiskCache, "lock", lambda self, key: nullcontext())
-    results = []
-    start = threading.Barrier(4)
-
-    def run() -> None:
-        start.wait()
-        for factor in range(3):
-            results.append(project.build(factor))
-
-    threads = [threading.Thread(target=run) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    results: list[CompiledKernel] = []
+    at_once(4, lambda _: results.extend([project.build(factor) for factor in range(3)]))
     assert len(results) == 12 and len({result.cubin for result in results}) == 3
-    assert len(project.entries()) == 3
-    assert not list(project.cache_dir.glob(".tmp-*"))
-    assert {project.build(factor).meta["origin"] for factor in range(3)} == {"cache"}
+    assert len(project.entries()) == 3 and not list(project.cache_dir.glob(".tmp-*"))
+    assert {origin(project, factor) for factor in range(3)} == {"cache"}
 
 
 def test_a_lock_that_cannot_be_had_is_done_without(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     from filelock import FileLock
 
     project.build(1)
-    for number in range(256):
-        (project.cache_dir / "locks" / f"{number:02x}.lock").touch()
-    held = [FileLock(path) for path in (project.cache_dir / "locks").iterdir()]
+    held = [FileLock(project.cache_dir / "locks" / f"{number:02x}.lock") for number in range(256)]
     for lock in held:
         lock.acquire()
     monkeypatch.setattr(cache, "LOCK_TIMEOUT_S", 0.1)
     try:
-        assert project.build(2).meta["origin"] == "compiled"
+        assert origin(project, 2) == "compiled"
     finally:
         for lock in held:
             lock.release()
 
 
-def only_warning(caught: list[warnings.WarningMessage]) -> str:
-    assert len(caught) == 1, [str(one.message) for one in caught]
-    assert caught[0].category is RuntimeWarning
-    return str(caught[0].message)
+def test_a_valid_entry_wins(project: Project) -> None:
+    """Another process may have loaded it; who comes later uses it too."""
+    target = entry_of(project)
+    meta = json.loads((target / "meta.json").read_text())
+    before = (target / "kernel.cubin").stat().st_ino, target.stat().st_ino
+    kernel, key = meta["kernel"], meta["key"]
+    again = entry.write_entry(project.cache_dir, kernel, key, b"another", {"cubin_sha256": "of another"})
+    assert again == target and not list(project.cache_dir.glob(".tmp-*"))
+    assert ((target / "kernel.cubin").stat().st_ino, target.stat().st_ino) == before
+
+
+# ---- folders where nothing can be stored, or that are not trusted
 
 
 def build_in_memory(project: Project) -> str:
     """Build three times with one builder where nothing can be stored; returns the only warning."""
     one = project.builder()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with pytest.warns(RuntimeWarning) as caught:
         compiled = [one.build(tiny(1)), one.build(tiny(1)), one.build(tiny(2))]
     assert [result.meta["origin"] for result in compiled] == ["compiled", "memory", "compiled"]
     assert all(result.path is None and result.cubin.startswith(b"\x7fELF") for result in compiled)
-    return only_warning(caught)
+    (warning,) = caught
+    return str(warning.message)
 
 
-def test_a_folder_that_cannot_be_made(project: Project) -> None:
+def _open_above(project: Project) -> None:
+    project.cache_dir = project.root / "shared" / "mine"
+    project.build()
+    project.cache_dir.parent.chmod(0o777)
+
+
+def _link_to_open(project: Project) -> None:
+    (project.root / "open").mkdir()
+    (project.root / "open").chmod(0o777)
+    project.cache_dir.symlink_to(project.root / "open")
+
+
+def _below_a_file(project: Project) -> None:
     (project.root / "file").write_text("")
     project.cache_dir = project.root / "file" / "cache"
-    text = build_in_memory(project)
-    assert str(project.cache_dir) in text and "RAWMLA_CACHE_DIR" in text
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EDQUOT])
-@pytest.mark.parametrize("where", ["folder", "file"])
+def _with_mode(mode: int) -> Callable[[Project], None]:
+    def change(project: Project) -> None:
+        project.build()
+        project.cache_dir.chmod(mode)
+
+    return change
+
+
+REFUSED_FOLDERS: dict[str, tuple[Callable[[Project], None], str]] = {
+    **{oct(mode): (_with_mode(mode), "chmod go-w") for mode in (0o777, 0o775, 0o757, 0o1775)},
+    "open above": (_open_above, "above"),
+    "a link to an open one": (_link_to_open, "chmod go-w"),
+    "below a file": (_below_a_file, "RAWMLA_CACHE_DIR"),
+}
+
+
+@pytest.mark.parametrize("which", REFUSED_FOLDERS)
+def test_a_refused_folder(project: Project, which: str) -> None:
+    change, text = REFUSED_FOLDERS[which]
+    change(project)
+    said = build_in_memory(project)
+    assert text in said and str(project.root) in said
+
+
+def test_folders_that_are_trusted(project: Project) -> None:
+    """A new folder is private. Above may be open with the sticky bit, as /tmp, or for one's own group."""
+    before = os.umask(0)
+    try:
+        project.cache_dir = project.root / "above" / "mine"
+        project.cache_dir.parent.mkdir(mode=0o755)
+        project.build()
+    finally:
+        os.umask(before)
+    assert project.cache_dir.stat().st_mode & 0o777 == 0o700
+    for mode in (0o1777, 0o775):
+        project.cache_dir.parent.chmod(mode)
+        assert origin(project) == "cache"
+
+
+@pytest.mark.parametrize(
+    ("code", "where"), [(errno.ENOSPC, "folder"), (errno.EROFS, "folder"), (errno.EDQUOT, "file")]
+)
 def test_full_or_read_only_disk(
     project: Project, monkeypatch: pytest.MonkeyPatch, code: int, where: str
 ) -> None:
     def refuse(*arguments: object, **keywords: object) -> None:
         raise OSError(code, os.strerror(code))
 
-    if where == "folder":
-        monkeypatch.setattr(entry.tempfile, "mkdtemp", refuse)
-    else:
-        monkeypatch.setattr(Path, "write_bytes", refuse)
-    text = build_in_memory(project)
-    assert os.strerror(code) in text
+    owner: Any = entry.tempfile if where == "folder" else Path
+    monkeypatch.setattr(owner, "mkdtemp" if where == "folder" else "write_bytes", refuse)
+    assert os.strerror(code) in build_in_memory(project)
     monkeypatch.undo()
     assert project.entries() == [] and not list(project.cache_dir.glob(".tmp-*"))
 
@@ -321,95 +362,267 @@ def test_read_only_folder_is_read_but_not_written(project: Project) -> None:
     project.cache_dir.chmod(0o555)
     try:
         one = project.builder()
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with pytest.warns(RuntimeWarning, match="cannot be written") as caught:
             origins = [one.build(tiny(factor)).meta["origin"] for factor in (1, 2, 2)]
-        assert origins == ["cache", "compiled", "memory"]
-        assert "cannot be written" in only_warning(caught)
+        assert origins == ["cache", "compiled", "memory"] and len(caught) == 1
     finally:
         project.cache_dir.chmod(0o755)
 
 
-@pytest.mark.parametrize("mode", [0o777, 0o775, 0o757, 0o1775])
-def test_folder_that_others_can_write_is_refused(project: Project, mode: int) -> None:
-    project.build(1)
-    project.cache_dir.chmod(mode)
-    assert "chmod go-w" in build_in_memory(project)
-    assert len(project.entries()) == 1
+def test_kernels_in_memory_are_bounded(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(builder, "MEMORY_KERNELS", 2)
+    _below_a_file(project)
+    one = project.builder()
+    with pytest.warns(RuntimeWarning, match="in memory"):
+        origins = [one.build(tiny(factor)).meta["origin"] for factor in (1, 2, 1, 3, 1, 2)]
+    assert origins == ["compiled", "compiled", "memory", "compiled", "memory", "compiled"]
 
 
-def test_folder_of_another_user_is_refused(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    project.build(1)
-    monkeypatch.setattr(entry.os, "geteuid", lambda: os.stat(project.cache_dir).st_uid + 1)
-    assert "belongs to user id" in build_in_memory(project)
+@pytest.mark.parametrize(
+    ("me", "uid", "gid", "mode", "text"),
+    [
+        (ME, ME, 0, 0o755, None),
+        (ME, 0, 0, 0o755, None),
+        (ME, SOMEONE, 0, 0o755, "belongs to user id"),
+        (ME, SOMEONE, 0, 0o1755, "belongs to user id"),
+        (ME, 0, 0, 0o1777, None),
+        (ME, 0, 0, 0o777, "is writable for others"),
+        (ME, ME, os.getegid(), 0o775, None),
+        (ME, ME, SOMEONE, 0o775, "is writable for others"),
+        (ME, ME, SOMEONE, 0o1775, None),
+        (SOMEONE, 0, 0, 0o775, None),
+        (SOMEONE, 0, SOMEONE, 0o775, None),
+        (SOMEONE, 0, 99, 0o775, "is writable for others"),
+        (SOMEONE, SOMEONE, SOMEONE, 0o775, None),
+        (SOMEONE, 99, 0, 0o755, "belongs to user id"),
+    ],
+)
+def test_who_may_write_above_the_folder(
+    project: Project, monkeypatch: pytest.MonkeyPatch, pretend: Pretend, me: int, uid: int, gid: int,
+    mode: int, text: str | None,
+) -> None:  # fmt: skip
+    """Root, the user, and a group of the user's own or of root; `me` is also the group."""
+    above = project.root / "above"
+    mine = above / "mine"
+    mine.mkdir(parents=True, mode=0o755)
+    if me != ME:
+        monkeypatch.setattr(entry.os, "geteuid", lambda: me)
+        monkeypatch.setattr(entry.os, "getegid", lambda: me)
+        for path in above.parents:
+            pretend(path, uid=0, gid=0, mode=0o755)
+        pretend(mine, uid=me, mode=0o755)
+    pretend(above, uid=uid, gid=gid, mode=mode)
+    reason = entry.untrusted_reason(mine)
+    assert (reason is None) == (text is None), reason
+    if reason is not None:
+        assert reason.startswith(f"{above}, above {mine}, ") and str(text) in reason
 
 
-def test_folder_that_others_could_replace_is_refused(project: Project) -> None:
-    project.cache_dir = project.root / "shared" / "mine"
-    project.build(1)
-    project.cache_dir.parent.chmod(0o777)
-    assert "above" in build_in_memory(project)
-    project.cache_dir.parent.chmod(0o1777)  # as /tmp: others cannot rename what is mine
-    assert project.build(1).meta["origin"] == "cache"
+def test_whose_the_folder_itself_is(
+    project: Project, monkeypatch: pytest.MonkeyPatch, pretend: Pretend
+) -> None:
+    """One's own; a prebuilt folder may be root's."""
+    mine = project.root / "mine"
+    mine.mkdir(mode=0o755)
+    for path in (project.root, *project.root.parents):
+        pretend(path, uid=0, gid=0, mode=0o755)
+    monkeypatch.setattr(entry.os, "geteuid", lambda: SOMEONE)
+    for uid, root_may_own in ((0, False), (99, False), (99, True)):
+        pretend(mine, uid=uid, mode=0o755)
+        reason = entry.untrusted_reason(mine, root_may_own=root_may_own)
+        assert f"belongs to user id {uid}" in (reason or "")
+    pretend(mine, uid=0, mode=0o755)
+    assert entry.untrusted_reason(mine, root_may_own=True) is None
 
 
-def test_own_group_may_write_above(project: Project) -> None:
-    """Home folders are like this where every user has a group of his own and the umask is 002."""
-    project.cache_dir = project.root / "home" / "cache"
-    project.build(1)
-    project.cache_dir.parent.chmod(0o775)
-    assert project.build(1).meta["origin"] == "cache"
+@pytest.mark.parametrize("uid", [0, ME, SOMEONE])
+def test_a_folder_for_everybody_needs_one_below_it(project: Project, pretend: Pretend, uid: int) -> None:
+    """RAWMLA_CACHE_DIR=/tmp: to change the mode of /tmp would be bad advice."""
+    project.cache_dir.mkdir()
+    pretend(project.cache_dir, uid=uid, mode=0o1777)
+    _, (warning,) = built(project)
+    assert f"{project.cache_dir} is for everybody (mode 1777); use a folder of your own" in warning
+    assert f"such as {project.cache_dir / 'rawmla'}" in warning and "chmod" not in warning
 
 
-def test_link_to_an_open_folder_is_refused(project: Project) -> None:
-    target = project.root / "open"
-    target.mkdir()
-    target.chmod(0o777)
-    project.cache_dir.symlink_to(target)
-    assert "chmod go-w" in build_in_memory(project)
+@pytest.mark.parametrize("cache_dir", ["", "~/kernels"])
+def test_no_home_is_one_warning(
+    project: Project, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cache_dir: str
+) -> None:
+    """As in a container whose user has no entry in /etc/passwd."""
+
+    def unknown(uid: int) -> None:
+        raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    for name in ("HOME", "XDG_CACHE_HOME", "RAWMLA_CACHE_MAX_MB"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("RAWMLA_CACHE_DIR", cache_dir)
+    monkeypatch.setenv("RAWMLA_CUBIN_DIR", "")
+    monkeypatch.setattr(builder, "find_source_root", lambda: project.sources)
+    monkeypatch.chdir(tmp_path)
+    builder._default_builder.cache_clear()
+    with pytest.warns(RuntimeWarning, match="no home folder.*RAWMLA_CACHE_DIR") as caught:
+        origins = [builder.build(tiny(factor)).meta["origin"] for factor in (1, 1, 2)]
+    assert origins == ["compiled", "memory", "compiled"]
+    assert len(caught) == 1 and not (tmp_path / "~").exists()
+    monkeypatch.setenv("RAWMLA_CACHE_DIR", str(project.cache_dir))
+    monkeypatch.setenv("RAWMLA_CUBIN_DIR", "~/cubins")
+    with pytest.warns(RuntimeWarning, match="RAWMLA_CUBIN_DIR.*~/cubins is not a folder"):
+        assert default_builder().build(tiny()).meta["origin"] == "compiled"
+    builder._default_builder.cache_clear()
 
 
-def test_new_folder_is_private(project: Project) -> None:
-    before = os.umask(0)
-    try:
+# ---- entries that are not trusted
+
+
+def as_link(target: Path) -> None:
+    aside = target.with_name(target.name + ".aside")
+    target.rename(aside)
+    target.symlink_to(aside)
+
+
+PROBLEMS: dict[str, tuple[Callable[[Path, Pretend], Any], str]] = {
+    "open to a group": (
+        lambda target, _: target.chmod(target.stat().st_mode | 0o020),
+        "is writable for others",
+    ),
+    "open to all": (lambda target, _: target.chmod(target.stat().st_mode | 0o002), "is writable for others"),
+    "foreign": (lambda target, pretend: pretend(target, uid=SOMEONE), f"belongs to user id {SOMEONE}"),
+    "a link": (lambda target, _: as_link(target), "is a symbolic link"),
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("problem", PROBLEMS)
+def test_an_untrusted_entry_is_replaced(project: Project, pretend: Pretend, part: str, problem: str) -> None:
+    """And is passed over in a prebuilt folder. What a link leads to is left alone."""
+    change, text = PROBLEMS[problem]
+    folder = project.root / "prebuilt"
+    exported = export(project.build(), folder) / part
+    change(exported, pretend)
+    loaded, (warning,) = built(project, folder)
+    assert loaded.meta["origin"] == "cache"
+    assert "RAWMLA_CUBIN_DIR" in warning and f"{exported} {text}" in warning
+
+    target = entry_of(project) / part
+    change(target, pretend)
+    first, (warning,) = built(project)
+    assert first.meta["origin"] == "compiled" and f"{target} {text}" in warning
+    assert "compiled again" in warning and ("chmod go-w" in warning) == ("open" in problem)
+    assert origin(project) == "cache" and not target.is_symlink()
+    assert not list(project.cache_dir.glob(".tmp-*"))
+    if problem == "a link" and not part:
+        assert target.with_name(target.name + ".aside").is_dir()
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_an_entry_of_root_is_not_mine(
+    project: Project, monkeypatch: pytest.MonkeyPatch, pretend: Pretend, part: str
+) -> None:
+    """As for the folder: the cache is the user's own. A prebuilt folder may be root's."""
+    folder, prebuilt = entry_of(project), project.root / "prebuilt"
+    exported = export(project.build(), prebuilt)
+    monkeypatch.setattr(entry.os, "geteuid", lambda: SOMEONE)
+    for path in (project.cache_dir, folder, *folder.iterdir()):
+        pretend(path, uid=SOMEONE)
+    for path in (prebuilt, *prebuilt.parents, exported, *exported.iterdir(), folder / part):
+        pretend(path, uid=0)
+    loaded, said = built(project, prebuilt)
+    assert (loaded.meta["origin"], said) == ("prebuilt", [])
+    assert f"{folder / part} belongs to user id 0" in built(project)[1][0]
+
+
+def test_what_is_checked_is_what_is_read(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder that takes the entry's place after the check is not looked into."""
+    cubin, folder = project.build().cubin, entry_of(project)
+    key = json.loads((folder / "meta.json").read_text())["key"]
+    real_fstat = os.fstat
+
+    def swap(descriptor: int) -> os.stat_result:
+        monkeypatch.setattr(entry.os, "fstat", real_fstat)
+        folder.rename(folder.with_name("checked"))
+        folder.mkdir()
+        return real_fstat(descriptor)
+
+    monkeypatch.setattr(entry.os, "fstat", swap)
+    found = entry.read_entry(folder, key)
+    assert found is not None and found[0] == cubin and list(folder.iterdir()) == []
+
+
+def test_no_descriptor_is_left_open(project: Project) -> None:
+    target = entry_of(project)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
         project.build()
+        assert entry.read_entry(target, "another key") is None
+        (target / "kernel.cubin").chmod(0o666)
+        with pytest.raises(entry.UntrustedError):
+            entry.read_entry(target, "key")
+        (target / "kernel.cubin").chmod(0o644)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_refused_entries_are_one_warning(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One more where a refused entry cannot be replaced."""
+    for replaced in (True, False):
+        for factor in (1, 2, 3):
+            (entry_of(project, factor) / "kernel.cubin").chmod(0o666)
+        if not replaced:
+
+            def refuse(*arguments: object) -> None:
+                raise PermissionError(13, "not yours")
+
+            monkeypatch.setattr(entry.os, "rename", refuse)
+        one = project.builder()
+        with pytest.warns(RuntimeWarning) as caught:
+            found = [one.build(tiny(factor)) for factor in (1, 2, 3)]
+        assert [kernel.meta["origin"] for kernel in found] == ["compiled"] * 3
+        assert "is writable for others" in str(caught[0].message)
+        assert len(caught) == (1 if replaced else 2) and all((one.path is None) != replaced for one in found)
+    assert "kept" in str(caught[1].message) and "not yours" in str(caught[1].message)
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o002, 0o077])
+def test_own_entries_are_accepted_whatever_the_umask(project: Project, umask: int) -> None:
+    folder = project.root / "new" / "prebuilt"
+    before = os.umask(umask)
+    try:
+        target = entry_of(project)
+        exported = export(project.build(), folder)
     finally:
         os.umask(before)
-    assert project.cache_dir.stat().st_mode & 0o777 == 0o700
+    for one in (target, exported):
+        assert one.stat().st_mode & 0o777 == 0o755
+        assert [file.stat().st_mode & 0o777 for file in sorted(one.iterdir())] == [0o644, 0o644]
+    assert origin(project) == "cache"
+    if umask:  # 0 leaves the folder above writable for others
+        loaded, said = built(project, folder)
+        assert loaded.meta["origin"] == "prebuilt" and said == []
+
+
+# ---- bounds
 
 
 def test_least_recently_used_entries_are_evicted(project: Project) -> None:
-    folders = {}
-    for factor in (1, 2, 3):
-        compiled = project.build(factor)
-        assert compiled.path is not None
-        folders[factor] = compiled.path.parent
-        os.utime(folders[factor], (factor, factor))
-    used = sum(size for _, size, _ in DiskCache(project.cache_dir, 0).entries())
-    assert project.build(1).meta["origin"] == "cache"  # now the most recent one
-    project.max_bytes = int(used * 1.1)
-    project.build(4)
-    assert folders[1].exists() and not folders[2].exists() and folders[3].exists()
-    assert sum(size for _, size, _ in DiskCache(project.cache_dir, 0).entries()) <= project.max_bytes
-    assert project.build(2).meta["origin"] == "compiled"
-
-
-def test_the_entry_just_stored_stays_whatever_the_bound(project: Project) -> None:
-    project.max_bytes = 1
-    project.build(1)
-    project.build(2)
-    assert len(project.entries()) == 1
-    assert project.build(2).meta["origin"] == "cache"
-
-
-def test_old_temporary_folders_are_removed(project: Project) -> None:
-    project.build(1)
+    folders = {factor: entry_of(project, factor) for factor in (1, 2, 3)}
+    for factor, folder in folders.items():
+        os.utime(folder, (factor, factor))
     old, new = project.cache_dir / ".tmp-old", project.cache_dir / ".tmp-new"
     old.mkdir()
     new.mkdir()
     os.utime(old, (1, 1))
-    project.build(2)
-    assert not old.exists() and new.exists()
+    used = sum(size for _, size, _ in DiskCache(project.cache_dir, 0).entries())
+    assert origin(project, 1) == "cache"  # now the most recent one
+    project.max_bytes = int(used * 1.1)
+    project.build(4)
+    assert folders[1].exists() and not folders[2].exists() and folders[3].exists()
+    assert sum(size for _, size, _ in DiskCache(project.cache_dir, 0).entries()) <= project.max_bytes
+    assert origin(project, 2) == "compiled"
+    assert not old.exists() and new.exists()  # temporary folders of processes that ended long ago
+    project.max_bytes = 1
+    project.build(5)
+    assert len(project.entries()) == 1 and origin(project, 5) == "cache"  # the entry just stored stays
 
 
 def fail(one: builder.Builder, project: Project, number: int) -> Path:
@@ -456,18 +669,29 @@ def test_failures_that_the_cache_does_not_take_are_bounded(
     assert sum(size for _, size, _ in DiskCache(folder, 0).entries()) <= project.max_bytes
 
 
+# ---- the prebuilt folder, and the environment
+
+
 def test_prebuilt_folder_round_trip(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = project.root / "prebuilt"
+    """It needs no compiler and no cache; what is in it can be exported again."""
+    folder, second = project.root / "prebuilt", project.root / "second"
     compiled = project.build(1)
     export(compiled, folder)
-    without_nvrtc(monkeypatch)
+    export(compiled, folder)
+    export(project.builder(folder).build(tiny(1)), second)
+    assert [path.name for path in folder.iterdir()] == [path.name for path in second.iterdir()]
+
+    def missing() -> str:
+        raise NVRTCNotFoundError("no NVRTC here")
+
+    monkeypatch.setattr(nvrtc, "version", missing)
     project.cache_dir = project.root / "not needed"
-    loaded = project.builder(folder).build(tiny(1))
-    assert loaded.meta["origin"] == "prebuilt" and loaded.cubin == compiled.cubin
-    assert loaded.path is not None and loaded.path.parent.parent == folder
-    same = ("registers", "threads", "dynamic_shared_bytes", "nvrtc")
-    assert all(loaded.meta[name] == compiled.meta[name] for name in same)
-    assert loaded.log == compiled.log
+    for one in (folder, second):
+        loaded = project.builder(one).build(tiny(1))
+        assert loaded.cubin == compiled.cubin and loaded.log == compiled.log
+        assert loaded.path is not None and loaded.path.parent.parent == one
+        changed = {name for name in compiled.meta if loaded.meta[name] != compiled.meta[name]}
+        assert loaded.meta["origin"] == "prebuilt" and changed == {"origin"}
     assert not project.cache_dir.exists()
 
 
@@ -482,19 +706,11 @@ def test_prebuilt_code_of_another_compiler_wins_over_the_cache(
     assert project.builder(folder).build(tiny(1)).meta["nvrtc"] == "1.2.3"
 
 
-def test_exporting_twice_and_from_a_prebuilt_folder(project: Project) -> None:
-    first, second = project.root / "first", project.root / "second"
-    export(project.build(1), first)
-    export(project.build(1), first)
-    export(project.builder(first).build(tiny(1)), second)
-    assert [path.name for path in first.iterdir()] == [path.name for path in second.iterdir()]
-    assert project.builder(second).build(tiny(1)).meta["origin"] == "prebuilt"
-
-
 @pytest.mark.parametrize("problem", ["stale", "damaged", "missing folder", "open", "foreign"])
 def test_unusable_prebuilt_folder_is_named_once_and_compiled_around(
-    project: Project, monkeypatch: pytest.MonkeyPatch, problem: str
+    project: Project, pretend: Pretend, problem: str
 ) -> None:
+    """Once for all kernels, also when threads ask for them at the same time."""
     folder = project.root / "prebuilt"
     entry_folder = export(project.build(1), folder)
     if problem == "stale":
@@ -506,36 +722,37 @@ def test_unusable_prebuilt_folder_is_named_once_and_compiled_around(
     elif problem == "open":
         folder.chmod(0o777)
     else:
-        pretended_status(monkeypatch)(folder, uid=54321)
+        pretend(folder, uid=SOMEONE)
     one = project.builder(folder)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        assert {one.build(tiny(1)).meta["origin"] for _ in range(3)} <= {"compiled", "cache"}
-    text = only_warning(caught)
-    assert "RAWMLA_CUBIN_DIR" in text and str(folder) in text
+    origins: set[str] = set()
+    with pytest.warns(RuntimeWarning) as caught:
+        at_once(4, lambda _: origins.update(str(one.build(tiny()).meta["origin"]) for _ in range(3)))
+    assert origins <= {"compiled", "cache"} and len(caught) == 1
+    assert "RAWMLA_CUBIN_DIR" in str(caught[0].message) and str(folder) in str(caught[0].message)
 
 
 def test_environment_sets_up_the_default_builder(
     project: Project, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    """It is read at every call."""
     monkeypatch.setattr(builder, "find_source_root", lambda: project.sources)
-    monkeypatch.setenv("RAWMLA_CACHE_DIR", str(tmp_path / "a"))
-    monkeypatch.setenv("RAWMLA_CACHE_MAX_MB", "1.5")
-    monkeypatch.setenv("RAWMLA_CUBIN_DIR", "")
-    one = default_builder()
-    assert isinstance(one, Builder) and one is default_builder()
-    assert (one.cache.path, one.cache.max_bytes, one.prebuilt) == (tmp_path / "a", 1_500_000, None)
-    monkeypatch.setenv("RAWMLA_CACHE_DIR", "~/b")
-    monkeypatch.setenv("RAWMLA_CUBIN_DIR", str(tmp_path / "c"))
-    other = default_builder()
-    assert (other.cache.path, other.prebuilt) == (Path.home() / "b", tmp_path / "c")
-    monkeypatch.delenv("RAWMLA_CACHE_DIR")
-    monkeypatch.delenv("RAWMLA_CACHE_MAX_MB")
-    assert default_builder().cache.path.name == "rawmla"
-    assert default_builder().cache.max_bytes == 256_000_000
-    for name in ("d", "e"):  # read at every call, as the others are
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / name))
-        assert default_builder().cache.path == tmp_path / name / "rawmla"
+    names = ("RAWMLA_CACHE_DIR", "RAWMLA_CACHE_MAX_MB", "RAWMLA_CUBIN_DIR", "XDG_CACHE_HOME")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    for given, wanted in (
+        ((), (None, 256_000_000, None)),
+        ((str(tmp_path / "a"), "1.5", ""), (tmp_path / "a", 1_500_000, None)),
+        (("~/b", "1", str(tmp_path / "c")), (Path.home() / "b", 1_000_000, tmp_path / "c")),
+        (("", "1", "", str(tmp_path / "d")), (tmp_path / "d" / "rawmla", 1_000_000, None)),
+        (("", "1", "", str(tmp_path / "e")), (tmp_path / "e" / "rawmla", 1_000_000, None)),
+    ):
+        for name, value in zip(names, given, strict=False):
+            monkeypatch.setenv(name, value)
+        one = default_builder()
+        assert isinstance(one, Builder) and one is default_builder()
+        path = wanted[0] or one.cache.path
+        assert (one.cache.path, one.cache.max_bytes, one.prebuilt) == (path, *wanted[1:])
+        assert given or one.cache.path.name == "rawmla"
     for wrong in ("many", "-1", "nan"):
         monkeypatch.setenv("RAWMLA_CACHE_MAX_MB", wrong)
         with pytest.raises(ValueError, match=f"RAWMLA_CACHE_MAX_MB.*{wrong}"):

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from jit_project import tiny
+from jit_project import at_once, tiny
 
 from rawmla.errors import KernelNotReadyError, LaunchError, NoGPUError, UnsupportedGPUError
 from rawmla.jit import (
@@ -33,9 +33,16 @@ from rawmla.jit.driver import Driver
 from rawmla.jit.table import BoundedTable
 
 VOID = ctypes.c_void_p
-CONTEXT_A, CONTEXT_B, FUNCTION = 0xAAAA00000001, 0xBBBB00000002, 0xCCCC00000003
+CONTEXTS = CONTEXT_A, CONTEXT_B = 0xAAAA00000001, 0xBBBB00000002  # of devices 0 and 1
+FUNCTION = 0xCCCC00000003
 PARAM_BYTES = 192
 MAP_BYTES = bytes(range(128))
+
+
+def put(out: Any, value: Any) -> int:
+    """Give a result through a pointer; CUDA_SUCCESS."""
+    out[0] = value
+    return 0
 
 
 class FakeLibrary:
@@ -51,31 +58,39 @@ class FakeLibrary:
         self.asked_context = 0
         self.capturing: dict[int, int] = {}  # stream -> its CUstreamCaptureStatus, if not 0
         self.asked_streams: list[int] = []
+        self.unloaded: list[int | None] = []  # the contexts in which code was unloaded
         self.maps_need_a_context = False
-        self.cuCtxGetCurrent = self._c(self._get, ctypes.POINTER(VOID))
-        self.cuCtxPushCurrent_v2 = self._c(self._push, VOID)
-        self.cuCtxPopCurrent_v2 = self._c(self._pop, ctypes.POINTER(VOID))
-        self.cuDevicePrimaryCtxRetain = self._c(self._retain, ctypes.POINTER(VOID), ctypes.c_int)
-        self.cuMemsetD32Async = self._c(self._clear, ctypes.c_uint64, ctypes.c_uint, ctypes.c_size_t, VOID)
-        self.cuLaunchKernelEx = self._c(self._launch, VOID, VOID, VOID, VOID)
-        self.cuStreamIsCapturing = self._c(self._is_capturing, VOID, ctypes.POINTER(ctypes.c_int))
-        self.cuGetErrorName = self._c(self._name, ctypes.c_int, ctypes.POINTER(ctypes.c_char_p))
-        self.cuGetErrorString = self._c(self._string, ctypes.c_int, ctypes.POINTER(ctypes.c_char_p))
-        self.cuDeviceGetCount = self._c(self._count, ctypes.POINTER(ctypes.c_int))
-        self.cuDeviceGet = self._c(self._device, ctypes.POINTER(ctypes.c_int), ctypes.c_int)
-        self.cuDeviceGetName = self._c(self._device_name, VOID, ctypes.c_int, ctypes.c_int)
-        self.cuDeviceGetAttribute = self._c(
-            self._attribute, ctypes.POINTER(ctypes.c_int), ctypes.c_int, ctypes.c_int
-        )
-        u64s, u32s = ctypes.POINTER(ctypes.c_uint64), ctypes.POINTER(ctypes.c_uint32)
-        enum = ctypes.c_int
-        self.cuTensorMapEncodeTiled = self._c(
-            self._map, VOID, enum, ctypes.c_uint32, VOID, u64s, u64s, u32s, u32s, enum, enum, enum, enum
-        )
-
-    @staticmethod
-    def _c(function: Any, *types: Any) -> Any:
-        return ctypes.CFUNCTYPE(ctypes.c_int, *types)(function)
+        pointer, enum, number = ctypes.POINTER, ctypes.c_int, ctypes.c_uint
+        u64s, u32s, texts = pointer(ctypes.c_uint64), pointer(number), pointer(ctypes.c_char_p)
+        for name, function, *types in (
+            ("cuCtxGetCurrent", self._get, pointer(VOID)),
+            ("cuCtxPushCurrent_v2", lambda context: self._stack().append(context) or 0, VOID),
+            ("cuCtxPopCurrent_v2", lambda out: put(out, self._stack().pop()), pointer(VOID)),
+            ("cuDevicePrimaryCtxRetain", lambda out, n: put(out, CONTEXTS[n - 40]), pointer(VOID), enum),
+            ("cuMemsetD32Async", self._clear, ctypes.c_uint64, number, ctypes.c_size_t, VOID),
+            ("cuLaunchKernelEx", self._launch, VOID, VOID, VOID, VOID),
+            ("cuStreamIsCapturing", self._is_capturing, VOID, pointer(enum)),
+            ("cuGetErrorName", lambda code, out: put(out, b"CUDA_ERROR_TEST"), enum, texts),
+            ("cuGetErrorString", lambda code, out: put(out, f"explanation of {code}".encode()), enum, texts),
+            ("cuDeviceGetCount", lambda out: put(out, 2), pointer(enum)),
+            ("cuDeviceGet", lambda out, device: put(out, device + 40), pointer(enum), enum),
+            ("cuDeviceGetName", self._device_name, VOID, enum, enum),
+            ("cuDeviceGetAttribute", self._attribute, pointer(enum), enum, enum),
+            (
+                "cuTensorMapEncodeTiled",
+                self._map,
+                VOID,
+                enum,
+                number,
+                VOID,
+                u64s,
+                u64s,
+                u32s,
+                u32s,
+                *[enum] * 4,
+            ),
+        ):
+            setattr(self, name, ctypes.CFUNCTYPE(enum, *types)(function))
 
     def _stack(self) -> list[int | None]:
         if not hasattr(self.thread, "stack"):
@@ -87,20 +102,7 @@ class FakeLibrary:
 
     def _get(self, out: Any) -> int:
         self.asked_context += 1
-        out[0] = self._stack()[-1]
-        return 0
-
-    def _push(self, context: int) -> int:
-        self._stack().append(context)
-        return 0
-
-    def _pop(self, out: Any) -> int:
-        out[0] = self._stack().pop()
-        return 0
-
-    def _retain(self, out: Any, handle: int) -> int:
-        out[0] = {40: CONTEXT_A, 41: CONTEXT_B}[handle]
-        return 0
+        return put(out, self._stack()[-1])
 
     def _clear(self, address: int, word: int, words: int, stream: int) -> int:
         self.cleared.append((address, word, words, stream, self._stack()[-1]))
@@ -131,32 +133,14 @@ class FakeLibrary:
         if self._stack()[-1] is None:
             return 201
         self.asked_streams.append(stream)
-        out[0] = self.capturing.get(stream, 0)
-        return 0
-
-    def _name(self, code: int, out: Any) -> int:
-        out[0] = b"CUDA_ERROR_TEST"
-        return 0
-
-    def _string(self, code: int, out: Any) -> int:
-        out[0] = f"explanation of {code}".encode()
-        return 0
-
-    def _count(self, out: Any) -> int:
-        out[0] = 2
-        return 0
-
-    def _device(self, out: Any, device: int) -> int:
-        out[0] = device + 40
-        return 0
+        return put(out, self.capturing.get(stream, 0))
 
     def _device_name(self, out: int, size: int, handle: int) -> int:
         ctypes.memmove(out, f"GPU {handle}\0".encode(), 7)
         return 0
 
     def _attribute(self, out: Any, attribute: int, handle: int) -> int:
-        out[0] = {16: 132, 75: self.capability[0], 76: self.capability[1]}[attribute]
-        return 0
+        return put(out, {16: 132, 75: self.capability[0], 76: self.capability[1]}[attribute])
 
     def _map(
         self, out: int, dtype: int, rank: int, ptr: int, dims: Any, strides: Any, box: Any, *rest: Any
@@ -215,41 +199,24 @@ def compiled(spec: KernelSpec, log: str = "") -> CompiledKernel:
 PARAMS = bytes(range(PARAM_BYTES))
 
 
-def test_plain_launch(library: FakeLibrary) -> None:
-    library.set_current(CONTEXT_A)
-    make_kernel(library).launch((132, 2, 3), PARAMS, 0x123456789AB)
-    assert library.launches == [
-        {
-            "grid": (132, 2, 3),
-            "block": (384, 1, 1),
-            "smem": 232_448,
-            "stream": 0x123456789AB,
-            "attributes": [],
-            "function": FUNCTION,
-            "params": PARAMS,
-            "aligned": True,
-            "extra": None,
-            "context": CONTEXT_A,
-        }
-    ]
-
-
-def test_attributes_of_each_kind_of_launch(library: FakeLibrary) -> None:
+def test_a_launch(library: FakeLibrary) -> None:
     library.set_current(CONTEXT_A)
     kernel = make_kernel(library)
+    attributes: dict[int, list[Any]] = {
+        1: [(6, 1, 0, 0)],
+        2: [(4, 2, 1, 1)],
+        3: [(4, 4, 2, 1), (6, 1, 0, 0)],
+        0x123456789AB: [],
+    }
     for _ in range(2):
-        kernel.launch((4, 1, 1), PARAMS, 1, pdl=True)
-        kernel.launch((4, 1, 1), PARAMS, 2, cluster=(2, 1, 1))
-        kernel.launch((4, 1, 1), PARAMS, 3, cluster=(4, 2, 1), pdl=True)
-        kernel.launch((4, 1, 1), PARAMS, 4)
-    found = [(one["stream"], one["attributes"]) for one in library.launches]
-    expected = [
-        (1, [(6, 1, 0, 0)]),
-        (2, [(4, 2, 1, 1)]),
-        (3, [(4, 4, 2, 1), (6, 1, 0, 0)]),
-        (4, []),
-    ]
-    assert found == expected * 2
+        kernel.launch((132, 2, 3), PARAMS, 1, pdl=True)
+        kernel.launch((132, 2, 3), PARAMS, 2, cluster=(2, 1, 1))
+        kernel.launch((132, 2, 3), PARAMS, 3, cluster=(4, 2, 1), pdl=True)
+        kernel.launch((132, 2, 3), PARAMS, 0x123456789AB)
+    same = {"grid": (132, 2, 3), "block": (384, 1, 1), "smem": 232_448, "function": FUNCTION}
+    same |= {"params": PARAMS, "aligned": True, "extra": None, "context": CONTEXT_A}
+    expected = [{**same, "stream": stream, "attributes": some} for stream, some in attributes.items()]
+    assert library.launches == expected * 2
 
 
 @pytest.mark.parametrize("current", [None, CONTEXT_B])
@@ -268,40 +235,31 @@ def test_failed_launch_says_everything_and_the_kernel_stays_usable(library: Fake
     library.result = 701
     with pytest.raises(LaunchError) as caught:
         kernel.launch((7, 8, 9), PARAMS, 0x55, cluster=(2, 1, 1), pdl=True)
-    for part in (
-        "tiny[FACTOR=1]",
-        "CUDA_ERROR_TEST",
-        "explanation of 701",
-        "(7, 8, 9)",
-        "384",
-        "232448",
-        "0x55",
-    ):
+    launch = ("tiny[FACTOR=1]", "(7, 8, 9)", "384", "232448", "0x55")
+    for part in ("CUDA_ERROR_TEST", "explanation of 701", *launch):
         assert part in str(caught.value)
     assert library._stack() == [CONTEXT_B]
     library.result = 0
     kernel.launch((1, 1, 1), PARAMS, 0)
 
 
-@pytest.mark.parametrize("length", [0, PARAM_BYTES - 1, PARAM_BYTES + 8])
-def test_parameters_of_the_wrong_size_are_refused(library: FakeLibrary, length: int) -> None:
-    with pytest.raises(ValueError, match=f"params: expected the {PARAM_BYTES} bytes.*got {length} bytes"):
-        make_kernel(library).launch((1, 1, 1), bytes(length), 0)
+def test_a_launch_that_is_none_is_refused(library: FakeLibrary) -> None:
+    """Parameters of another size, and what is no grid. Without the driver's word the first launch sets the
+    size.
+    """
+    kernel = make_kernel(library)
+    for length in (0, PARAM_BYTES - 1, PARAM_BYTES + 8):
+        with pytest.raises(ValueError, match=f"params: expected the {PARAM_BYTES} bytes.*got {length} bytes"):
+            kernel.launch((1, 1, 1), bytes(length), 0)
+    wrong: Any
+    for wrong in ((1, -1, 1), (1, 1), (1, 1, 1 << 32), ("a", 1, 1)):
+        with pytest.raises(ValueError, match="grid of three"):
+            kernel.launch(wrong, PARAMS, 0)
     assert library.launches == []
-
-
-def test_without_the_drivers_word_the_first_launch_sets_the_size(library: FakeLibrary) -> None:
     kernel = make_kernel(library, param_bytes=None)
     kernel.launch((1, 1, 1), PARAMS, 0)
     with pytest.raises(ValueError, match="params"):
         kernel.launch((1, 1, 1), PARAMS[:-1], 0)
-
-
-@pytest.mark.parametrize("grid", [(1, -1, 1), (1, 1), (1, 1, 1 << 32), ("a", 1, 1)])
-def test_a_grid_that_is_none_is_refused(library: FakeLibrary, grid: Any) -> None:
-    with pytest.raises(ValueError, match="grid of three"):
-        make_kernel(library).launch(grid, PARAMS, 0)
-    assert library.launches == []
 
 
 CHANGING = struct.Struct("<QI")
@@ -316,12 +274,8 @@ def test_prepared_launch(library: FakeLibrary) -> None:
         prepared.launch(stream, *members)
         one = library.launches[-1]
         assert one["params"] == CHANGING.pack(*members) + PARAMS[CHANGING.size :]
-        assert (one["grid"], one["block"], one["smem"], one["stream"]) == (
-            (4, 5, 6),
-            (384, 1, 1),
-            232_448,
-            stream,
-        )
+        assert (one["grid"], one["block"]) == ((4, 5, 6), (384, 1, 1))
+        assert (one["smem"], one["stream"]) == (232_448, stream)
         assert one["attributes"] == [(4, 2, 1, 1), (6, 1, 0, 0)]
         assert one["aligned"] and one["function"] == FUNCTION and one["context"] == CONTEXT_A
 
@@ -360,12 +314,6 @@ def test_clearing(library: FakeLibrary, current: int | None) -> None:
     launch.clear(address, 16, 0x52, 1)
     launch.clear(address, 16, launch.NO_LAUNCH, 0)
     assert library.cleared == [(address, 0, 12, 0x51, CONTEXT_A), (address, 0, 4, 0x52, CONTEXT_B)]
-    assert library._stack() == [current]
-
-
-@pytest.mark.parametrize("current", [CONTEXT_A, CONTEXT_B])
-def test_failed_clearing(library: FakeLibrary, current: int) -> None:
-    library.set_current(current)
     library.result = 700
     with pytest.raises(LaunchError, match="cuMemsetD32Async: CUDA_ERROR_TEST"):
         launch.clear(0x1000, 16, 0x51, 0)
@@ -386,43 +334,24 @@ def test_failed_prepared_launch(library: FakeLibrary) -> None:
         make_kernel(library).prepare((1, -1, 1), PARAMS, CHANGING).launch(0, 1, 2)
 
 
-def test_threads_do_not_mix_their_prepared_launches(library: FakeLibrary) -> None:
-    prepared = make_kernel(library).prepare((1, 1, 1), PARAMS, CHANGING)
-    start = threading.Barrier(8)
-
-    def run(number: int) -> None:
-        library.set_current(CONTEXT_A)
-        start.wait()
-        for turn in range(200):
-            prepared.launch(number, turn, number)
-
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    seen = {(one["stream"], *CHANGING.unpack_from(one["params"])) for one in library.launches}
-    assert seen == {(number, turn, number) for number in range(8) for turn in range(200)}
-
-
 def test_threads_do_not_mix_their_launches(library: FakeLibrary) -> None:
     kernel = make_kernel(library)
-    start = threading.Barrier(8)
+    prepared = kernel.prepare((1, 1, 1), PARAMS, CHANGING)
 
     def run(number: int) -> None:
         library.set_current(CONTEXT_A)
-        start.wait()
         for turn in range(200):
-            kernel.launch((number + 1, turn + 1, 1), bytes([number]) * PARAM_BYTES, number, pdl=True)
+            prepared.launch(number, turn, number)
+            kernel.launch((number + 1, turn + 1, 1), bytes([number]) * PARAM_BYTES, number + 8, pdl=True)
 
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(library.launches) == 1600
-    for one in library.launches:
-        number = one["stream"]
+    at_once(8, run)
+    plain = [one for one in library.launches if one["stream"] >= 8]
+    others = [one for one in library.launches if one["stream"] < 8]
+    assert len(plain) == len(others) == 1600
+    seen = {(one["stream"], *CHANGING.unpack_from(one["params"])) for one in others}
+    assert seen == {(number, turn, number) for number in range(8) for turn in range(200)}
+    for one in plain:
+        number = one["stream"] - 8
         assert one["grid"][0] == number + 1 and one["params"] == bytes([number]) * PARAM_BYTES
 
 
@@ -452,24 +381,21 @@ def with_text(text: str) -> KernelSpec:
 class Code:
     """Stands for a loaded module; notes the context in which it is unloaded."""
 
-    def __init__(self, library: FakeLibrary, unloaded: list[int | None]) -> None:
+    def __init__(self, library: FakeLibrary) -> None:
         self.library = library
-        self.unloaded = unloaded
 
     def __del__(self) -> None:
-        self.unloaded.append(self.library._stack()[-1])
+        self.library.unloaded.append(self.library._stack()[-1])
 
 
 @pytest.fixture
 def loads(library: FakeLibrary, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Texts of the variants that were loaded, or "" for one without text; loading one needs no CuPy here."""
     made: list[str] = []
-    library.unloaded = []  # type: ignore[attr-defined]
 
     def load(built: CompiledKernel, device: int) -> Kernel:
         made.append("".join(text for _, text in built.spec.headers))
-        unloaded = library.unloaded  # type: ignore[attr-defined]
-        return make_kernel(library, module=Code(library, unloaded), spec=built.spec)
+        return make_kernel(library, module=Code(library), spec=built.spec)
 
     monkeypatch.setattr(loading, "build", compiled)
     monkeypatch.setattr(loading, "_load", load)
@@ -477,35 +403,27 @@ def loads(library: FakeLibrary, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_variants_with_text_are_bounded(library: FakeLibrary, loads: list[str]) -> None:
-    """Two of them stay: the ones that were looked up last."""
+    """Two of them stay: the ones that were looked up last. Our own all stay."""
+    for factor in range(10):
+        get_kernel(tiny(factor), 0)
     for text in ("a", "b", "a", "c", "a", "b"):
         get_kernel(with_text(text), 0)
-    assert loads == ["a", "b", "c", "b"]
+    for factor in range(10):
+        get_kernel(tiny(factor), 0)
+    assert loads == [""] * 10 + ["a", "b", "c", "b"] and loading.USER_KERNELS >= 256
     with pytest.raises(KernelNotReadyError):
         get_kernel(with_text("c"), 0, capturing=lambda: True)
-
-
-def test_our_own_variants_stay(library: FakeLibrary, loads: list[str]) -> None:
-    for factor in range(10):
-        get_kernel(tiny(factor), 0)
-    for text in "abc":
-        get_kernel(with_text(text), 0)
-    for factor in range(10):
-        get_kernel(tiny(factor), 0)
-    assert loads == [""] * 10 + ["a", "b", "c"]
-    assert loading.USER_KERNELS >= 256
 
 
 def test_a_prepared_launch_keeps_its_kernel_loaded(library: FakeLibrary, loads: list[str]) -> None:
     prepared = get_kernel(with_text("a"), 0).prepare((1, 1, 1), PARAMS, CHANGING)
     for text in "bcd":
         get_kernel(with_text(text), 0)
-    unloaded = library.unloaded  # type: ignore[attr-defined]
-    assert len(unloaded) == 1  # b
+    assert len(library.unloaded) == 1  # b
     prepared.launch(0, 1, 2)
     assert len(library.launches) == 1
     del prepared
-    assert len(unloaded) == 2
+    assert len(library.unloaded) == 2
 
 
 STREAM = 0x7F5100000001  # a handle of 64 bits
@@ -530,7 +448,7 @@ def test_what_a_capture_launched_stays_loaded(
         get_kernel(spec, 0).launch((1, 1, 1), PARAMS, STREAM)
     for text in "abcde":
         get_kernel(with_text(text), 0).launch((1, 1, 1), PARAMS, STREAM + 1)
-    assert len(library.unloaded) == 3  # type: ignore[attr-defined]
+    assert len(library.unloaded) == 3
     get_kernel(spec, 0, capturing=lambda: True).launch((1, 1, 1), PARAMS, STREAM)
     assert loads == ["captured", *"abcde"]
     assert loading.loaded_labels() == []  # of our own kernels
@@ -548,7 +466,7 @@ def test_two_copies_that_captures_launched_stay(library: FakeLibrary, loads: lis
     del kernel, new, old
     for text in "bcd":
         get_kernel(with_text(text), 0)
-    assert loads == [*"abcabcd"] and len(library.unloaded) == 3  # type: ignore[attr-defined]
+    assert loads == [*"abcabcd"] and len(library.unloaded) == 3
 
 
 def test_who_is_asked_whether_a_stream_is_captured(library: FakeLibrary, loads: list[str]) -> None:
@@ -575,7 +493,7 @@ def test_code_is_unloaded_in_its_own_context(
     library.set_current(current)
     for text in "abc":
         get_kernel(with_text(text), 0)
-    assert library.unloaded == [CONTEXT_A]  # type: ignore[attr-defined]
+    assert library.unloaded == [CONTEXT_A]
     assert library._stack() == [current]
 
 
@@ -595,15 +513,10 @@ def test_a_slow_variant_with_text_warns_once(
         for spec, device in ((slow, 0), (slow, 1), (with_text("other"), 0), (slow, 0)):
             get_kernel(spec, device)
     texts = [str(one.message) for one in caught]
-    assert [spec.label in text for spec, text in zip((slow, with_text("other")), texts, strict=True)] == [
-        True,
-        True,
-    ]
+    assert all(spec.label in text for spec, text in zip((slow, with_text("other")), texts, strict=True))
     for part in ("C7510", "8 bytes stored, 12 bytes loaded", "16 bytes of stack frame"):
         assert part in texts[0]
-
-
-def test_a_good_variant_does_not_warn(library: FakeLibrary, loads: list[str]) -> None:
+    monkeypatch.setattr(loading, "build", compiled)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         get_kernel(with_text("good"), 0)
@@ -640,30 +553,24 @@ def test_the_checked_bytes_are_loaded(
     assert seen == [b"checked"] and kernel.spec == tiny()
 
 
-def test_storing_again_counts_as_use() -> None:
-    table: BoundedTable[str, int] = BoundedTable(2)
+def test_bounded_table() -> None:
+    """Storing again counts as use. Threads do not see each other's values."""
+    table: BoundedTable[Any, int] = BoundedTable(2)
     for key, value in (("a", 1), ("b", 2), ("a", 3), ("c", 4)):
         table[key] = value
     assert (table.get("a"), table.get("b"), table.get("c")) == (3, None, 4)
-
-
-def test_bounded_table_is_thread_safe() -> None:
-    table: BoundedTable[int, int] = BoundedTable(8)
+    table = BoundedTable(8)
     wrong: list[tuple[int, int]] = []
 
     def run(seed: int) -> None:
         for turn in range(3000):
             key = (seed * 7 + turn) % 20
             table[key] = key * 2
-            value = table.get((key * 3) % 20)
-            if value is not None and value != (key * 3) % 20 * 2:
-                wrong.append((key, value))
+            other = (key * 3) % 20
+            if (value := table.get(other)) is not None and value != other * 2:
+                wrong.append((other, value))
 
-    threads = [threading.Thread(target=run, args=(seed,)) for seed in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    at_once(6, run)
     assert wrong == [] and len(table) == 8
 
 
@@ -685,20 +592,19 @@ def test_device_info(library: FakeLibrary) -> None:
         device_info(2)
 
 
-def test_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(name: str) -> None:
-        raise OSError(f"{name}: cannot open shared object file")
-
-    monkeypatch.setattr(driver.ctypes, "CDLL", missing)
-    with pytest.raises(NoGPUError, match=r"libcuda\.so\.1.*Hopper GPU"):
-        driver.get_driver.__wrapped__()
-
-
-def test_driver_without_device(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("has_driver", (False, True))
+def test_no_driver_or_no_device(monkeypatch: pytest.MonkeyPatch, has_driver: bool) -> None:
     fake = FakeLibrary()
     fake.cuInit = lambda flags: 100  # type: ignore[attr-defined]
-    monkeypatch.setattr(driver.ctypes, "CDLL", lambda name: fake)
-    with pytest.raises(NoGPUError, match="explanation of 100"):
+
+    def load(name: str) -> FakeLibrary:
+        if not has_driver:
+            raise OSError(f"{name}: cannot open shared object file")
+        return fake
+
+    monkeypatch.setattr(driver.ctypes, "CDLL", load)
+    text = "explanation of 100" if has_driver else r"libcuda\.so\.1.*Hopper GPU"
+    with pytest.raises(NoGPUError, match=text):
         driver.get_driver.__wrapped__()
 
 
@@ -722,22 +628,11 @@ def test_tensor_map_is_encoded_once(library: FakeLibrary) -> None:
 
 
 def test_tensor_map_key_has_every_argument(library: FakeLibrary) -> None:
-    variants = [
-        (0x7F0000000020, *MAP[1:]),
-        (MAP[0], "float16", *MAP[2:]),
-        (*MAP[:2], (64, 101, 9), *MAP[3:]),
-        (*MAP[:3], (1152, 256), *MAP[4:]),
-        (*MAP[:4], (64, 32, 1), *MAP[5:]),
-        (*MAP[:5], "none", MAP[6]),
-        (*MAP[:6], "128b"),
-    ]
+    others = (MAP[0] + 16, "float16", (64, 101, 9), (1152, 256), (64, 32, 1), "none", "128b")
+    variants = [(*MAP[:i], other, *MAP[i + 1 :]) for i, other in enumerate(others)]
     for arguments in (MAP, *variants, MAP):
         tensor_map(*arguments)
-    assert len(library.maps) == 1 + len(variants)
-
-
-def test_tensor_map_cache_is_bounded() -> None:
-    assert tensor_map.cache_info().maxsize == 4096
+    assert len(library.maps) == 1 + len(MAP) and tensor_map.cache_info().maxsize == 4096
 
 
 def test_tensor_map_in_a_thread_without_a_context(library: FakeLibrary) -> None:

@@ -1,21 +1,21 @@
-"""Arithmetic of the dense kernel: swizzle, descriptors, fragments, division by multiplication, tails.
+"""Arithmetic of the dense kernel: swizzle, descriptors, division by multiplication, tails.
 
 What is constexpr in C++, or can be made so, is evaluated by the compiler. The rest is restated here.
+Fragments are left to the emulated kernels, which move every element.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
+import random
 
 import numpy as np
 import pytest
-from cuda_probe import assert_in_header, source
+from cuda_probe import assert_in_header
 
+from rawmla.kernels import common
 from rawmla.kernels.mla_dense_decode import box_rows, largest_dividend
 
 TILE = "layout/swizzled_tile.cuh"
-CHUNK_BYTES = 64 * 128
 
 
 def hardware_swizzle(address: int, row_bytes: int = 128) -> int:
@@ -23,11 +23,6 @@ def hardware_swizzle(address: int, row_bytes: int = 128) -> int:
     with bits 7-8.
     """
     return address ^ (address >> 7 & row_bytes // 16 - 1) << 4
-
-
-def tile_byte(row: int, col: int) -> int:
-    """Where element (row, col) of a 64-row tile lies, as the head of swizzled_tile.cuh says."""
-    return (col // 64) * 8192 + row * 128 + (((col % 64) // 8) ^ (row % 8)) * 16 + (col % 8) * 2
 
 
 @pytest.mark.parametrize("rows", (8, 16, 64, 192))
@@ -41,16 +36,6 @@ def test_swizzle_offset(rows: int, row_bytes: int) -> None:
     ]
     conditions += [f"{tile}::kBytes == {rows * row_bytes}", f"{tile}::kCols == {row_bytes // 2}"]
     assert_in_header(TILE, conditions)
-
-
-def test_tile_formula_is_the_hardware_swizzle_of_its_chunks() -> None:
-    bytes_used = set()
-    for row in range(64):
-        for col in range(576):
-            linear = col // 64 * CHUNK_BYTES + row * 128 + col % 64 * 2
-            assert tile_byte(row, col) == hardware_swizzle(linear)
-            bytes_used.add(tile_byte(row, col))
-    assert bytes_used == set(range(0, 64 * 576 * 2, 2))
 
 
 def bits(value: int, low: int, high: int) -> int:
@@ -102,25 +87,6 @@ def test_group_major_descriptors(tiles: int) -> None:
     assert_in_header(TILE, conditions)
 
 
-def test_descriptor_steps_reach_every_element() -> None:
-    """What wgmma reads through a descriptor is the element that the tile formula puts there."""
-    sbo, step_k_major, step_mn_major = 1024, 32, 2048
-    for chunk in (0, 3, 8):
-        for step in range(4):
-            start = chunk * CHUNK_BYTES + step * step_k_major
-            for row in range(64):
-                for k in range(16):
-                    linear = start + row // 8 * sbo + row % 8 * 128 + k * 2
-                    assert hardware_swizzle(linear) == tile_byte(row, chunk * 64 + step * 16 + k)
-    for step in range(4):
-        for k in range(16):
-            for col in range(256):
-                linear = (
-                    step * step_mn_major + col // 64 * CHUNK_BYTES + k // 8 * sbo + k % 8 * 128 + col % 64 * 2
-                )
-                assert hardware_swizzle(linear) == tile_byte(step * 16 + k, col)
-
-
 def test_next_16_columns_are_another_bit_of_the_unit() -> None:
     """The stores of P flip bits 5 and 6 of one address for each group of 16 columns."""
     tile = "SwizzledTile<64>"
@@ -131,118 +97,6 @@ def test_next_16_columns_are_another_bit_of_the_unit() -> None:
         for group in range(4)
     ]
     assert_in_header(TILE, conditions)
-
-
-# Fragments
-
-
-def accumulator_place(thread: int, i: int) -> tuple[int, int]:
-    """(row, column) of register i of a thread of the warpgroup, as the head of ptx/wgmma.cuh says."""
-    warp, lane = thread // 32, thread % 32
-    return 16 * warp + lane // 4 + 8 * (i >> 1 & 1), 8 * (i >> 2) + 2 * (lane % 4) + (i & 1)
-
-
-def test_accumulator_layout_covers_the_tile() -> None:
-    for registers, columns in ((32, 64), (128, 256)):
-        places = {accumulator_place(thread, i) for thread in range(128) for i in range(registers)}
-        assert places == {(row, col) for row in range(64) for col in range(columns)}
-
-
-Word = tuple[int, int]  # (row, column of the first of two elements)
-
-
-def exchanged(function: str, held: Sequence[list[Word]]) -> list[list[Word]]:
-    """Runs the statements of a transposition in fragments.cuh for the lanes of a quad or pair in step."""
-    body = re.search(
-        rf"void {function}\(u32 \(&v\)\[{len(held)}\]\) \{{(.*?)\n\}}",
-        source("layout/fragments.cuh"),
-        re.DOTALL,
-    )
-    assert body
-    conditions, *statements = (line.strip() for line in body[1].strip().split(";") if line.strip())
-    masks = {name: int(bit) for name, bit in re.findall(r"(\w+) = threadIdx\.x & (\d)", conditions)}
-    assert masks == ({"odd": 1, "upper": 2} if len(held) == 4 else {"odd": 1})
-    lanes: list[dict[str, Word]] = [{f"v[{i}]": word for i, word in enumerate(words)} for words in held]
-    select = r"(odd|upper) \? (\S+) : ([^\s,;]+)"
-    for statement in statements:
-        parsed = re.fullmatch(
-            rf"(?:const u32 )?(\S+) = (?:__shfl_xor_sync\(0xffffffff, {select}, (\d)\)|{select})", statement
-        )
-        assert parsed, statement
-        target, *exchange, own_flag, own_yes, own_no = parsed.groups()
-        flag, yes, no, distance = exchange if exchange[0] else (own_flag, own_yes, own_no, "0")
-        chosen = [values[yes if lane & masks[flag] else no] for lane, values in enumerate(lanes)]
-        for lane, values in enumerate(lanes):
-            values[target] = chosen[lane ^ int(distance)]
-    return [[values[f"v[{i}]"] for i in range(len(held))] for values in lanes]
-
-
-@pytest.mark.parametrize(("function", "size"), [("quad_transpose", 4), ("pair_transpose", 2)])
-def test_transpositions(function: str, size: int) -> None:
-    matrix = [[(row, column) for column in range(size)] for row in range(size)]
-    assert exchanged(function, matrix) == [[(row, column) for row in range(size)] for column in range(size)]
-
-
-@pytest.mark.parametrize(("groups", "function"), [(4, "quad_transpose"), (2, "pair_transpose")])
-def test_columns_of_splits_come_back_in_order(groups: int, function: str) -> None:
-    """A quad's pairs of `groups` groups of eight columns, stored as held, are neighbours once merged."""
-    address = {
-        4: "8 * unit",
-        2: "16 * (unit / 4) + 8 * (unit % 2) + 4 * (unit / 2 % 2)",
-    }[groups]
-    assert f"half_row + {address}" in source("kernels/mla_combine.cu")
-    columns = []
-    for chunk in range(256 // (8 * groups)):
-        held = [[(0, 8 * (groups * chunk + g) + 2 * lane) for g in range(groups)] for lane in range(4)]
-        for first in range(0, 4, groups):
-            lanes = exchanged(function, held[first : first + groups])
-            for lane, words in enumerate(lanes, first):
-                begin = eval(address.replace("/", "//"), {"unit": 4 * chunk + lane})
-                assert [column for _, column in words] == [begin + 2 * i for i in range(groups)]
-                columns += [column for _, column in words]
-    assert sorted(columns) == list(range(0, 256, 2))
-
-
-def test_q_registers_become_a_fragments() -> None:
-    """Lanes load 16 bytes each of rows l / 4 and l / 4 + 8; the fragments want pairs of all of them."""
-    for warp in range(4):
-        for group in range(8):
-            for i in range(14):
-                rows = []  # q[2 i + r] of the quad's lanes, after the transposition
-                for r in range(2):
-                    row = 16 * warp + group + 8 * r
-                    loaded = [[(row, 32 * i + 8 * lane + 2 * word) for word in range(4)] for lane in range(4)]
-                    rows.append(exchanged("quad_transpose", loaded))
-                for lane in range(4):
-                    even, odd = rows[0][lane], rows[1][lane]
-                    steps = [even[0], odd[0], even[1], odd[1]], [even[2], odd[2], even[3], odd[3]]
-                    for step, fragment in enumerate(steps):
-                        thread = 32 * warp + 4 * group + lane
-                        places = [accumulator_place(thread, 2 * register) for register in range(4)]
-                        column = 16 * (2 * i + step)
-                        assert fragment == [(row, column + col) for row, col in places]
-
-
-def test_staged_q_becomes_a_fragments() -> None:
-    """Lane l gives ldmatrix row l % 16 and unit l / 16 of a step; of matrix i, a thread gets register i."""
-    load = re.search(
-        r"Chunk::offset\(warp_idx \* 16 \+ lane_idx % 16, lane_idx / 16\);\s+"
-        r"auto place = .*? return \(src \^ \(step % 4 \* 32\)\) \+ step / 4 \* Chunk::kBytes;",
-        source("kernels/mla_sparse_bf16.cu"),
-        re.DOTALL,
-    )
-    assert load is not None
-    for warp in range(4):
-        for step in range(28):
-            for lane in range(32):
-                row = 16 * warp + lane % 16
-                src = hardware_swizzle(row * 128 + lane // 16 * 16)
-                address = (src ^ step % 4 * 32) + step // 4 * CHUNK_BYTES
-                assert address == tile_byte(row, 16 * step + lane // 16 * 8)
-            for thread in range(32 * warp, 32 * warp + 32):
-                for register in range(4):  # of lanes 8 register .. 8 register + 7
-                    row, col = accumulator_place(thread, 2 * register)
-                    assert (row - 16 * warp) // 8 == register % 2 and col // 8 == register // 2
 
 
 # Division by multiplication
@@ -291,8 +145,30 @@ def test_largest_dividend(divisor: int) -> None:
     assert all(largest_dividend(2**k) == 2**32 - 1 for k in range(32))
 
 
+def test_division_by_any_number() -> None:
+    """By the C++ functions for some numbers, by their formulas for many."""
+    draw = random.Random(0)
+    divisors = [1, 2, 3, 7, 53, 64, 61, 576, 65535, 65536, 2**30, 2**30 + 1, 2**31 - 1]
+    few = len(divisors)
+    divisors += [draw.randrange(1, 2 ** draw.randint(1, 31)) for _ in range(200)]
+    conditions = []
+    for i, d in enumerate(divisors):
+        magic, shift = common.divisor(d)
+        inverse, exact_shift = common.exact_divisor(d)
+        assert magic < 2**32
+        near = [k * d + e for k in (1, 2, (2**31 - 1) // d) for e in (-1, 0, 1)]
+        for n in (0, 2**31 - 1, *near, *(draw.randrange(2**31) for _ in range(50))):
+            if 0 <= n < 2**31:
+                assert n * magic >> shift == n // d
+                assert (n * d >> exact_shift) * inverse % 2**32 == n
+                if i < few and n in near:
+                    conditions.append(f"divide({n}, {magic}u, {shift}) == {n // d}")
+                    conditions.append(f"divide_exactly({n * d}ll, {inverse}u, {exact_shift}) == {n}")
+    assert_in_header("common/division.cuh", conditions, constexpr=("divide", "divide_exactly"))
+
+
 def page_magic(page_block_size: int) -> int:
-    """As PreparedDecode packs it (tests/test_kernels_compile.py)."""
+    """As PreparedDecode packs it (tests/test_mla_launches.py)."""
     return -(-(2**36) // page_block_size) & 0xFFFFFFFF
 
 

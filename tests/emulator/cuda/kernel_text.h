@@ -13,7 +13,6 @@
 #define __forceinline__ inline
 #define __noinline__ __attribute__((noinline))
 #define __launch_bounds__(...)
-#define __cluster_dims__(...)
 #define __grid_constant__
 #define __restrict__
 #define __align__(n) __attribute__((aligned(n)))
@@ -78,12 +77,6 @@ T __shfl_up_sync(unsigned mask, T value, unsigned by, int width = 32) {
     const unsigned lane = threadIdx.x % 32;
     return emulator_from_lane(mask, value, lane % width < by ? lane : lane - by, "shfl.up");
 }
-template <class T>
-T __shfl_down_sync(unsigned mask, T value, unsigned by, int width = 32) {
-    const unsigned lane = threadIdx.x % 32;
-    return emulator_from_lane(mask, value, lane % width + by >= unsigned(width) ? lane : lane + by,
-                              "shfl.down");
-}
 inline unsigned emulator_ballot(unsigned mask, bool is_true, const char* instruction) {
     emulator_all_lanes(mask);
     const emulator::Lanes all = emulator::exchange(&is_true, 1, instruction);
@@ -91,40 +84,30 @@ inline unsigned emulator_ballot(unsigned mask, bool is_true, const char* instruc
     for (int i = 0; i < 32; ++i) bits |= unsigned(all[i][0]) << i;
     return bits;
 }
-inline unsigned __reduce_max_sync(unsigned mask, unsigned value) {
-    emulator_all_lanes(mask);
-    const emulator::Lanes all = emulator::exchange(&value, sizeof value, "redux");
-    unsigned most = 0;
-    for (int i = 0; i < 32; ++i) {
-        memcpy(&value, all[i], sizeof value);
-        if (value > most) most = value;
-    }
-    return most;
-}
 inline unsigned __ballot_sync(unsigned mask, int is_true) { return emulator_ballot(mask, is_true, "vote"); }
 inline int __any_sync(unsigned mask, int is_true) { return emulator_ballot(mask, is_true, "vote") != 0; }
 inline int __all_sync(unsigned mask, int is_true) { return emulator_ballot(mask, is_true, "vote") == ~0u; }
 inline void __syncwarp(unsigned mask = ~0u) { emulator_ballot(mask, true, "__syncwarp"); }
-inline unsigned __reduce_or_sync(unsigned mask, unsigned value) {
+template <class T, class Operation>
+T emulator_reduce(unsigned mask, T value, Operation operation) {
     emulator_all_lanes(mask);
     const emulator::Lanes all = emulator::exchange(&value, sizeof value, "redux");
-    unsigned bits = 0;
+    T result = 0;
     for (int i = 0; i < 32; ++i) {
         memcpy(&value, all[i], sizeof value);
-        bits |= value;
+        result = operation(result, value);
     }
-    return bits;
+    return result;
+}
+inline unsigned __reduce_max_sync(unsigned mask, unsigned value) {
+    return emulator_reduce(mask, value, [](unsigned a, unsigned b) { return a > b ? a : b; });
+}
+inline unsigned __reduce_or_sync(unsigned mask, unsigned value) {
+    return emulator_reduce(mask, value, [](unsigned a, unsigned b) { return a | b; });
 }
 template <class T>
 T __reduce_add_sync(unsigned mask, T value) {
-    emulator_all_lanes(mask);
-    const emulator::Lanes all = emulator::exchange(&value, sizeof value, "redux");
-    T sum = 0;
-    for (int i = 0; i < 32; ++i) {
-        memcpy(&value, all[i], sizeof value);
-        sum += value;
-    }
-    return sum;
+    return emulator_reduce(mask, value, [](T a, T b) { return a + b; });
 }
 
 // ---- CTAs
@@ -164,8 +147,6 @@ T atomicMax(T* at, T value) {
     *at = old > value ? old : value;
     return old;
 }
-inline void __threadfence() {}
-inline void __nanosleep(unsigned) { emulator::spin(); }
 
 // ---- arithmetic
 
