@@ -1,9 +1,14 @@
-"""Dense attention of `rawmla.reference` against torch: its own attention, and formulas left to autograd."""
+"""Dense attention of `rawmla.reference`: against torch, autograd and finite differences; segments; tensors."""
 
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
+from full_cases import full_unless
 
 from rawmla import reference
 
@@ -157,37 +162,6 @@ def test_chunks(sizes: tuple[int, int], chunk: int) -> None:
         check(reference.flash_attn_func(q, k, v, **options), [x.numpy() for x in want])
 
 
-def test_by_hand() -> None:
-    """One query of two keys with scores 0 and log 3, a sink of log 4: weights 1/8 and 3/8."""
-    q, k, v = np.ones((1, 1, 1, 1)), np.array([0.0, np.log(3.0)]).reshape(1, 2, 1, 1), [[[[8.0]], [[16.0]]]]
-    out, lse = reference.flash_attn_func(q, k, v, attn_sink=[np.log(4.0)])
-    np.testing.assert_allclose((out.item(), lse.item()), (7.0, np.log(4.0)), **TIGHT)
-    out, lse = reference.flash_attn_func(q, k, v, alibi_slopes=[np.log(3.0)])  # key 0 is one position away
-    np.testing.assert_allclose((out.item(), lse.item()), ((8 / 3 + 48) / (10 / 3), np.log(10 / 3)), **TIGHT)
-    out, lse = reference.flash_attn_func(q, k, v, softcap=1.0, window_size=(0, 0))
-    np.testing.assert_allclose((out.item(), lse.item()), (16.0, np.tanh(np.log(3.0))), **TIGHT)
-
-
-def test_rows_with_nothing_to_attend() -> None:
-    """5 of 9 queries lie before the first of 4 keys: nothing comes of them, not even of NaN."""
-    q, k, v, dout, dlse = make(9, 4)
-    out, lse = reference.flash_attn_func(q, k, v, causal=True, attn_sink=SINK)
-    assert not out[:, :5].any() and np.isneginf(lse[..., :5]).all()
-    assert out[:, 5:].all() and np.isfinite(lse[..., 5:]).all()
-    clean = reference.flash_attn_backward(
-        dout, q, k, v, out, lse, dlse=dlse, causal=True, attn_sink=SINK, softcap=3.0
-    )
-    for array in (q, dout, out):
-        array[:, :5] = np.nan
-    dlse[..., :5] = np.nan
-    got = reference.flash_attn_backward(
-        dout, q, k, v, out, lse, dlse=dlse, causal=True, attn_sink=SINK, softcap=3.0
-    )
-    assert not got[0][:, :5].any()
-    for one, other in zip(got, clean, strict=True):
-        np.testing.assert_array_equal(one, other)
-
-
 def test_what_no_query_sees_is_not_read() -> None:
     """A window leaves the first 4 of 9 keys out."""
     q, k, v, dout, dlse = make(3, 9)
@@ -226,26 +200,6 @@ def test_masked_pairs_are_selected_and_not_multiplied(poison: float) -> None:
     assert np.isnan(of_keys[0][:, 3]).all() and np.isnan(of_queries[1][:, 0]).all()
 
 
-def test_lengths_below_zero_and_past_the_segment() -> None:
-    q, k, v = make_ragged()[:3]
-    got = reference.flash_attn_varlen_func(q, k, v, [0, 4], [0, 7], 4, 7, seqused_q=[99], seqused_k=[-3])
-    assert not got[0].any() and np.isneginf(got[1]).all()
-    got = reference.flash_attn_varlen_func(q, k, v, [0, 4], [0, 7], 4, 7, seqused_q=[99], seqused_k=[99])
-    check(got, reference.flash_attn_varlen_func(q, k, v, [0, 4], [0, 7], 4, 7))
-
-
-@pytest.mark.parametrize("options", ({}, {"causal": True, "softcap": 1.0}, {"attn_sink": SINK}), ids=str)
-def test_lse_alone_leaves_v_alone(options: dict[str, Any]) -> None:
-    q, k, v, dout, dlse = make(5, 7)
-    out, lse = reference.flash_attn_func(q, k, v, **options)
-    dq, dk, dv, *_ = reference.flash_attn_backward(
-        np.zeros_like(dout), q, k, v, out, lse, dlse=dlse, **options
-    )
-    assert dq.any() and dk.any() and not dv.any()
-    want = by_autograd([q, k, v, np.zeros_like(dout), dlse], **options)[1]
-    check((dq, dk, dv), want[:3])
-
-
 @pytest.mark.parametrize("sign", (-1, 1))
 def test_infinite_sinks(sign: int) -> None:
     """-inf: no sink. +inf: out 0, nothing of dout comes back, and lse and its gradient are what they were."""
@@ -262,25 +216,12 @@ def test_infinite_sinks(sign: int) -> None:
     np.testing.assert_array_equal(got[3], np.zeros(4))
 
 
-def test_parts_merge_by_their_lse() -> None:
-    """A sink is not in lse, so parts without one can be merged, and the sink applied to the whole."""
-    q, k, v = make(3, 10)[:3]
-    parts = [reference.flash_attn_func(q, k[:, part], v[:, part]) for part in (slice(4), slice(4, None))]
-    lses = np.stack([lse for _, lse in parts])
-    total = np.logaddexp.reduce(lses)
-    weights = np.exp(lses - total).swapaxes(2, 3)[..., None]
-    merged = sum(weight * out for weight, (out, _) in zip(weights, parts, strict=True))
-    check((merged, total), reference.flash_attn_func(q, k, v))
-    kept = np.exp(total) / (np.exp(total) + np.exp(SINK)[:, None])
-    merged = merged * kept.swapaxes(1, 2)[..., None]
-    check((merged, total), reference.flash_attn_func(q, k, v, attn_sink=SINK))
-
-
 Q_LENGTHS, K_LENGTHS = (3, 0, 4, 1, 5, 2), (4, 3, 0, 1, 2, 6)
 Q_USED, K_USED = (2, 0, 4, 1, 0, 9), (4, 3, 0, -1, 1, 5)
 CU_Q, CU_K = (np.cumsum((first, *lengths)) for first, lengths in ((2, Q_LENGTHS), (1, K_LENGTHS)))
 TOTAL_Q, TOTAL_K = int(CU_Q[-1]) + 3, int(CU_K[-1]) + 1
 SLOPES = np.abs(randn(6, 4, seed=9))
+INFINITE = np.array([0.4, -np.inf, np.inf, -1.5])
 
 
 def segments(used: bool) -> list[tuple[slice, slice]]:
@@ -345,46 +286,6 @@ def test_segments_are_requests(options: dict[str, Any], used: bool) -> None:
     covered = slice(CU_Q[0], CU_Q[-1])
     np.testing.assert_array_equal(given[covered], out[covered])
     assert (given[:2] == 7).all() and (given[-3:] == 7).all()
-
-
-def test_segments_against_autograd() -> None:
-    q, k, v, dout, dlse = make_ragged()
-    out, lse = reference.flash_attn_varlen_func(q, k, v, CU_Q, CU_K, 5, 6, causal=True)
-    got = reference.flash_attn_varlen_backward(
-        dout, q, k, v, out, lse, CU_Q, CU_K, 5, 6, dlse=dlse, causal=True
-    )
-    want = [np.zeros_like(x) for x in (q, k, v)]
-    for i, j in segments(False):
-        arrays = [q[i][None], k[j][None], v[j][None], dout[i][None], dlse[i].T[None]]
-        gradients = by_autograd(arrays, causal=True)[1]
-        want[0][i], want[1][j], want[2][j] = (x[0] for x in gradients)
-    check(got, want)
-
-
-def test_given_gradients_are_overwritten() -> None:
-    q, k, v, dout, _ = make_ragged()
-    cu = (CU_Q, CU_K, 5, 6)
-    out, lse = reference.flash_attn_varlen_func(q, k, v, *cu)
-    want = reference.flash_attn_varlen_backward(dout, q, k, v, out, lse, *cu)
-    given = [np.full_like(x, np.nan) for x in (q, k, v)]
-    check(reference.flash_attn_varlen_backward(dout, q, k, v, out, lse, *cu, *given), want)
-    check(given, want)
-    assert not given[0][:2].any() and not given[1][-1:].any()
-
-
-@pytest.mark.parametrize("is_varlen", (False, True))
-def test_equal_segments_are_a_batch(is_varlen: bool) -> None:
-    q, k, v, dout, dlse = make(4, 6)
-    want = reference.flash_attn_func(q, k, v, causal=True)
-    flat = [x.reshape(-1, *x.shape[2:]) for x in (q, k, v, dout)]
-    cu = ([0, 4, 8], [0, 6, 12], 4, 6)
-    out, lse = reference.flash_attn_varlen_func(*flat[:3], *cu, causal=True, is_varlen=is_varlen)
-    check((out.reshape(want[0].shape), lse.reshape(2, 4, 4).swapaxes(1, 2)), want)
-    got = reference.flash_attn_varlen_backward(
-        flat[3], *flat[:3], out, lse, *cu, causal=True, is_varlen=is_varlen
-    )
-    back = reference.flash_attn_backward(dout, q, k, v, *want, causal=True)
-    check([x.reshape(y.shape) for x, y in zip(got, back, strict=True)], back)
 
 
 @pytest.mark.parametrize("d_v", (5, 6))
@@ -498,8 +399,6 @@ def test_torch_batches() -> None:
     out, lse = reference.flash_attn_func(q, k, v, causal=True, out=given)
     assert out is given and torch.equal(out, torch.from_numpy(want[0]).half())
     assert lse.is_contiguous() and torch.equal(lse, torch.from_numpy(want[1]).float())
-    with pytest.raises(ValueError, match="^q: expected a tensor that does not require grad"):
-        reference.flash_attn_func(q.requires_grad_(), k, v, attention_chunk=4)
 
 
 def test_nothing_at_all() -> None:
@@ -511,3 +410,206 @@ def test_nothing_at_all() -> None:
     q, k = np.zeros((3, 4, 6)), np.zeros((2, 2, 6))
     out, lse = reference.flash_attn_varlen_func(q, k, k, [0], [0], 0, 0)
     assert out.shape == q.shape and lse.shape == (3, 4)
+
+
+# ---- finite differences
+
+
+def check_by_differences(function: Callable[[], float], x: np.ndarray, gradient: np.ndarray) -> None:
+    """Compare derivatives of a function of an array, which it reads and which changes in place, along some
+    directions; infinite elements stay what they are.
+    """
+    given, finite = x.copy(), np.isfinite(x)
+    for seed in range(8):
+        direction = randn(*x.shape, seed=100 + seed)
+        direction /= np.linalg.norm(direction)
+        values = []
+        for step in (1e-5, -1e-5):
+            x[finite] = (given + step * direction)[finite]
+            values.append(function())
+        x[...] = given
+        found = (values[0] - values[1]) / 2e-5
+        np.testing.assert_allclose((gradient * direction).sum(), found, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("of", full_unless(lambda of: of == "both", ("out", "lse", "both")))
+@pytest.mark.parametrize(
+    "options",
+    (
+        {},
+        {"causal": True, "softmax_scale": 1.3},
+        {"window_size": (1, 0), "softcap": 0.7},
+        {"window_size": (-1, 1), "alibi_slopes": SLOPES},
+        {"window_size": (0, None), "alibi_slopes": SLOPES[0], "softcap": 2.0},
+    ),
+    ids=lambda options: "-".join(options) or "plain",
+)
+@pytest.mark.parametrize("sink", (False, True), ids=("", "sink"))
+def test_differences(options: dict[str, Any], of: str, sink: bool) -> None:
+    """Over segments, of which some have fewer tokens than room."""
+    q, k, v, dout, dlse = make_ragged()
+    dout, dlse = dout * (of != "lse"), dlse * (of != "out")
+    options = {**options, "seqused_q": Q_USED, "seqused_k": K_USED}
+    if sink:
+        options["attn_sink"] = INFINITE.copy()
+    cu = (CU_Q, CU_K, 5, 6)
+
+    def loss() -> float:
+        out, lse = reference.flash_attn_varlen_func(q, k, v, *cu, **options)
+        return float((dout * out).sum() + (dlse * np.where(np.isfinite(lse), lse, 0)).sum())
+
+    results = reference.flash_attn_varlen_func(q, k, v, *cu, **options)
+    got = reference.flash_attn_varlen_backward(dout, q, k, v, *results, *cu, dlse=dlse, **options)
+    leaves = [q, k, v, *([options["attn_sink"]] if sink else [])]
+    assert len(got) == len(leaves)
+    for one, leaf in zip(got, leaves, strict=True):
+        check_by_differences(loss, leaf, one)
+
+
+# ---- autograd
+
+
+# ---- what must not matter
+
+
+def batch(s_q: int, s_kv: int, **options: Any) -> tuple[list[np.ndarray], np.ndarray]:
+    """dout, q, k, v, out and lse; and dlse."""
+    q, k, v, dout, dlse = make(s_q, s_kv)
+    return [dout, q, k, v, *reference.flash_attn_func(q, k, v, **options)], dlse
+
+
+@pytest.mark.parametrize("poison", (np.nan, np.inf, -np.inf))
+@pytest.mark.parametrize("sink", (None, INFINITE), ids=("", "sink"))
+@pytest.mark.parametrize(
+    ("mask", "s_kv", "count"),
+    (
+        ({"causal": True}, 3, 4),
+        ({"window_size": (1, 0)}, 3, 4),
+        ({"window_size": (None, 1)}, 3, 3),
+        ({"window_size": (1, -1)}, 0, 7),
+    ),
+    ids=str,
+)
+def test_rows_without_keys(mask: dict[str, Any], s_kv: int, count: int, sink: Any, poison: float) -> None:
+    """Whatever they hold: their dq is 0 and the rest is what it is without them, dsink too."""
+    options = {**mask, "attn_sink": sink, "softcap": 1.5, "alibi_slopes": SLOPES[:2]}
+    arrays, dlse = batch(7, s_kv, **options)
+    empty = np.isneginf(arrays[5][0, 0])
+    assert empty.sum() == count
+    clean = reference.flash_attn_backward(*arrays, dlse=dlse, **options)
+    for x in (arrays[0], arrays[1], arrays[4]):
+        x[:, empty] = poison
+    dlse[..., empty] = poison
+    got = reference.flash_attn_backward(*arrays, dlse=dlse, **options)
+    assert not got[0][:, empty].any() and got[0][:, ~empty].all()
+    for one, other in zip(got, clean, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize(
+    "options", ({}, {"causal": True, "softcap": 1.0, "alibi_slopes": SLOPES[:2]}), ids=str
+)
+def test_lse_alone(options: dict[str, Any]) -> None:
+    """dv is exactly 0; a sink, of which lse is independent, changes nothing and gets exactly 0."""
+    arrays, dlse = batch(5, 6, **options)
+    arrays[0][:] = 0
+    want = reference.flash_attn_backward(*arrays, dlse=dlse, **options)
+    assert want[0].all() and want[1].any() and not want[2].any()
+    sink = {**options, "attn_sink": INFINITE}
+    arrays[4:] = reference.flash_attn_func(*arrays[1:4], **sink)
+    got = reference.flash_attn_backward(*arrays, dlse=dlse, **sink)
+    for one, other in zip(got, want, strict=False):
+        np.testing.assert_allclose(one, other, **TIGHT)
+    assert not got[2].any() and not got[3].any()
+
+
+@pytest.mark.parametrize("sink", (-1e4, -800.0, 800.0, 1e4))
+def test_sinks_far_from_all_scores(sink: float) -> None:
+    """As infinite ones, though exp(sink) or its inverse is none of float64's numbers."""
+    results = []
+    for value in (sink, np.copysign(np.inf, sink)):
+        sinks = np.full(4, value)
+        arrays, dlse = batch(5, 6, attn_sink=sinks)
+        results.append(reference.flash_attn_backward(*arrays, dlse=dlse, attn_sink=sinks))
+    for one, other in zip(*results, strict=True):
+        np.testing.assert_allclose(one, other, **TIGHT)
+
+
+def test_probabilities_follow_the_given_lse() -> None:
+    """And DELTA the given out: both are inputs, as a kernel has them."""
+    arrays, _ = batch(4, 5)
+    dq, dk, dv = reference.flash_attn_backward(*arrays)
+    arrays[5] -= np.log(2)
+    for one, other in zip(reference.flash_attn_backward(*arrays), (dq, dk, dv), strict=True):
+        np.testing.assert_allclose(one, 2 * other, **TIGHT)
+    arrays[4] *= 2
+    got = reference.flash_attn_backward(*arrays)
+    np.testing.assert_allclose(got[2], 2 * dv, **TIGHT)
+    assert np.abs(got[0] - 2 * dq).max() > 0.01
+
+
+def test_strides() -> None:
+    """lse and dlse in both orders; everything else in any, with dimensions of stride 0 too."""
+    arrays, dlse = batch(5, 6, causal=True)
+    want = reference.flash_attn_backward(*arrays, dlse=dlse, causal=True)
+    turned = [np.asfortranarray(x) for x in (*arrays, dlse)]
+    assert turned[5].T.flags.c_contiguous
+    got = reference.flash_attn_backward(*turned[:6], dlse=turned[6], causal=True)
+    for one, other in zip(got, want, strict=True):
+        np.testing.assert_array_equal(one, other)
+    rows = [x.reshape(-1, *x.shape[2:]) for x in arrays[:5]]
+    cu = ([0, 5, 10], [0, 6, 12], 5, 6)
+    for order in "CF":
+        lse, dlses = (np.array(x.swapaxes(1, 2).reshape(10, 4), order=order) for x in (arrays[5], dlse))
+        assert (lse if order == "C" else lse.T).flags.c_contiguous
+        got = reference.flash_attn_varlen_backward(*rows, lse, *cu, dlse=dlses, causal=True)
+        for one, other in zip(got, want, strict=True):
+            np.testing.assert_array_equal(one.reshape(other.shape), other)
+    wide = np.broadcast_to(arrays[2][:, :1], arrays[2].shape)
+    results = reference.flash_attn_func(arrays[1], wide, arrays[3])
+    got = reference.flash_attn_backward(arrays[0], arrays[1], wide, arrays[3], *results)
+    want = reference.flash_attn_backward(arrays[0], arrays[1], wide.copy(), arrays[3], *results)
+    for one, other in zip(got, want, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+# ---- arguments
+
+
+def test_given_gradients_of_a_batch() -> None:
+    """Overwritten, not added to; some may be given and others not, by position too."""
+    arrays, dlse = batch(5, 6)
+    want = reference.flash_attn_backward(*arrays, dlse=dlse)
+    for chosen in product((False, True), repeat=3):
+        given = [np.full_like(x, 7.0) if on else None for x, on in zip(arrays[1:4], chosen, strict=True)]
+        got = reference.flash_attn_backward(*arrays, *given, dlse=dlse)
+        for one, target, other in zip(got, given, want, strict=True):
+            np.testing.assert_array_equal(one, other)
+            if target is not None:
+                np.testing.assert_array_equal(target, other)
+
+
+def test_the_order_of_arguments() -> None:
+    """causal and softmax_scale follow the gradients."""
+    arrays, _ = batch(5, 6, causal=True, softmax_scale=0.3)
+    want = reference.flash_attn_backward(*arrays, causal=True, softmax_scale=0.3)
+    got = reference.flash_attn_backward(*arrays, None, None, None, True, 0.3)
+    rows = [x.reshape(-1, *x.shape[2:]) for x in arrays[:5]]
+    lse = arrays[5].swapaxes(1, 2).reshape(10, 4)
+    cu = ([0, 5, 10], [0, 6, 12], 5, 6)
+    of_rows = reference.flash_attn_varlen_backward(*rows, lse, *cu, None, None, None, True, 0.3, False)
+    for one, other, wanted in zip(got, of_rows, want, strict=True):
+        np.testing.assert_array_equal(one, wanted)
+        np.testing.assert_array_equal(other.reshape(wanted.shape), wanted)
+
+
+@pytest.mark.parametrize("dtype", ("float32", "bfloat16", "float16"))
+def test_dsink_has_the_dtype_of_the_sink(dtype: str) -> None:
+    sink = torch.tensor([0.5, -1.0, 2.0, 0.0], dtype=getattr(torch, dtype))
+    exact = {"attn_sink": sink.double().numpy()}
+    arrays, _ = batch(5, 6, **exact)
+    tensors = [torch.from_numpy(x).bfloat16() for x in arrays[:5]] + [torch.from_numpy(arrays[5]).float()]
+    *others, dsink = reference.flash_attn_backward(*tensors, attn_sink=sink, deterministic=True)
+    want = reference.flash_attn_backward(*(x.double().numpy() for x in tensors), **exact)[3]
+    assert dsink.dtype == sink.dtype and torch.equal(dsink, torch.from_numpy(want).to(sink.dtype))
+    assert all(x.dtype == torch.bfloat16 for x in others)

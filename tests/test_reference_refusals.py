@@ -244,6 +244,13 @@ REFUSED: tuple[tuple[str, str, Any, type[Exception], str], ...] = (
     ("halves", "lse", LSE_T.half(), TypeError, "expected dtype float32"),
     ("halves", "dlse", LSE_T.double(), TypeError, "expected dtype float32"),
     ("halves", "dv", KV_T.float(), TypeError, "expected dtype float16, got"),
+    (
+        "halves",
+        "q",
+        OUT_T.clone().requires_grad_(),
+        ValueError,
+        "expected a tensor that does not require grad",
+    ),
     ("varlen backward", "seqused_q", [1], ValueError, r"expected shape \[2\]"),
     ("varlen backward", "lse", Z((4, 9)), ValueError, r"expected shape \[9, 4\], got \[4, 9\]"),
     ("varlen backward", "cu_seqlens_k", [0, 7], ValueError, r"expected shape \[3\]"),
