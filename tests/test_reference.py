@@ -5,7 +5,7 @@ import inspect
 import itertools
 import subprocess
 import sys
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import ml_dtypes
@@ -14,22 +14,13 @@ import pytest
 
 import rawmla
 from kit import DenseCase, DenseInputs, SparseCase, SparseInputs, make_dense_inputs, make_sparse_inputs
+from kit.generators import on_numpy
 from rawmla import reference
 from rawmla.reference import _arrays
 
 torch = pytest.importorskip("torch")
 
 Arrays = tuple[np.ndarray, ...]
-
-
-def on_numpy(inputs: Any) -> Any:
-    """Inputs of torch CPU tensors as NumPy arrays, bf16 and fp16 as float64."""
-    moved = {}
-    for field in fields(inputs):
-        array = getattr(inputs, field.name)
-        if hasattr(array, "element_size"):
-            moved[field.name] = array.double().numpy() if array.element_size() == 2 else array.numpy()
-    return replace(inputs, **moved)
 
 
 # ---- dense decoding

@@ -8,7 +8,7 @@ refers to and the gap between pages hold NaN (or Inf), block_table entries past 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -145,6 +145,16 @@ def make_dense_inputs(case: DenseCase, framework: str = "torch", device: Any = "
     block_table = place(pages.block_table)[:, : pages.width]
     k_cache = k_cache[:, : case.page_block_size]
     return DenseInputs(case, q, k_cache, block_table, place(np.array(lengths, dtype=np.int32)), lengths)
+
+
+def on_numpy(inputs: Any) -> Any:
+    """Inputs of torch CPU tensors as NumPy arrays, bf16 and fp16 as float64."""
+    moved = {}
+    for field in fields(inputs):
+        array = getattr(inputs, field.name)
+        if hasattr(array, "element_size"):
+            moved[field.name] = array.double().numpy() if array.element_size() == 2 else array.numpy()
+    return replace(inputs, **moved)
 
 
 COPIED_AT_A_TIME = 1 << 26
