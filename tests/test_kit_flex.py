@@ -1,4 +1,4 @@
-"""The tools of the GPU tests of flex attention's backward, without a GPU: reference and comparison."""
+"""The kit of flex attention: functions, inputs, references on the device; comparison, of gradients too."""
 
 from __future__ import annotations
 
@@ -7,13 +7,24 @@ from itertools import cycle, product
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
-from host_mods import differentiate, needs_host_compiler
+from host_mods import differentiate, evaluate, needs_host_compiler, wanted
 
-from kit.flex import MASKS, SCORES, FlexCase, FlexInputs, Sizes, attended, make_flex_inputs
+import rawmla
+from kit.flex import (
+    MASKS,
+    SCORES,
+    FlexCase,
+    FlexInputs,
+    Sizes,
+    attended,
+    check_flex,
+    make_flex_inputs,
+    with_mask_mod,
+)
 from kit.flex import reference as forward
 from kit.flex_backward import (
-    OF_SCORE,
     FlexGradients,
     captured_tensors,
     check_flex_backward,
@@ -23,14 +34,15 @@ from kit.flex_backward import (
     probabilities,
     reference_backward,
 )
-from kit.mha_backward import FLOAT32
 from rawmla import reference
+from rawmla.flex.block_mask import BlockMask
 from rawmla.reference._flex import NumpyMod, flex_attention_backward
 
 torch = pytest.importorskip("torch")
 from rawmla.flex.trace import trace  # noqa: E402
 
 SIZES = Sizes(3, 4, 150, 170, device="cpu")
+FUNCTIONS = [*[("score_mod", name) for name in SCORES], *[("mask_mod", name) for name in MASKS]]
 SMALL: dict[str, Any] = {"s_q": 37, "s_k": 50, "d_qk": 8, "d_v": 6, "block": (16, 32), "b": 3}
 CASES = (
     *[FlexCase(**SMALL, score=name, seed=i) for i, name in enumerate(SCORES)],
@@ -42,7 +54,11 @@ CASES = (
     FlexCase(b=1, s_q=1, s_k=20, score="scalar", mask="causal", block=(128, 16)),
     FlexCase(b=2, s_q=5, s_k=0, d_qk=8, d_v=8),
     FlexCase(b=2, s_q=0, s_k=5, d_qk=8, d_v=8, mask="causal"),
-)  # fmt: skip
+)
+FP8_CASES = (
+    FlexCase(**SMALL, mask="window", kv_dtype="float8_e4m3fn"),
+    FlexCase(**SMALL, mask="padding", kv_dtype="float8_e5m2", layout="slice", scale=0.0),
+)
 GRADIENTS = ("out", "lse", "both")
 
 
@@ -51,24 +67,56 @@ def name_of(x: Any) -> str:
     return x if isinstance(x, str) else x.id
 
 
-def inspect(x: Any, name: str) -> Any:
-    """As that of rawmla.call.arrays, but for tensors of the CPU."""
-    return SimpleNamespace(dtype=str(x.dtype).removeprefix("torch."), shape=x.shape)
+# ---- functions
 
 
-@needs_host_compiler
-@pytest.mark.parametrize("name", SCORES)
-def test_forms_agree(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The gradients of CUDA text and of the traced function are those of autograd in float64."""
+@pytest.fixture
+def tensors_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA text may capture them."""
+
+    def inspect(x: Any, name: str) -> Any:
+        return SimpleNamespace(dtype=str(x.dtype).removeprefix("torch."), shape=x.shape)
+
     monkeypatch.setattr("rawmla.flex.mods.inspect", inspect)
-    function, count = SCORES[name](SIZES), 300
+
+
+def points(name: str, count: int) -> tuple[Any, Any]:
+    """Scores `[count]`, and requests, heads, queries and keys `[count, 4]`."""
     draw = torch.Generator().manual_seed(7)
-    scores, grads = 2 * torch.randn(count, generator=draw), torch.randn(count, generator=draw)
+    scores = 2 * torch.randn(count, generator=draw)
     if name == "reciprocal":
         scores = scores.abs() + 0.5
     extents = (SIZES.b, SIZES.h, SIZES.s_q, SIZES.s_k)
-    at = torch.stack([torch.randint(0, n, (count,), generator=draw) for n in extents], dim=1)
+    return scores, torch.stack([torch.randint(0, n, (count,), generator=draw) for n in extents], dim=1)
 
+
+@needs_host_compiler
+@pytest.mark.usefixtures("tensors_of_the_cpu")
+@pytest.mark.parametrize(("kind", "name"), FUNCTIONS)
+def test_forms_agree(kind: str, name: str) -> None:
+    """As Python on numbers, as CUDA text, traced, as arrays of NumPy and of torch."""
+    function = (SCORES if kind == "score_mod" else MASKS)[name](SIZES)
+    scores, at = points(name, 100)
+    want = wanted(function.python, kind, scores, at)
+    first = (scores,) if kind == "score_mod" else ()
+    in_cuda = evaluate(function.cuda().mod(), kind, scores, at)
+    traced = evaluate(trace(function.python, kind), kind, scores, at)
+    in_torch = function.torch()(*first, *at.unbind(1)).expand(len(at)).float()
+    in_numpy = function.numpy()(*[x.numpy() for x in first], *[x.numpy() for x in at.unbind(1)])
+    in_numpy = torch.from_numpy(np.broadcast_to(in_numpy, len(at)).astype(np.float32))
+    for got in (in_cuda, traced, in_torch, in_numpy):
+        torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5, equal_nan=True)
+    assert not bool(want.isnan().any())
+    assert name in ("identity", "empty") or len(want.unique()) > 1
+
+
+@needs_host_compiler
+@pytest.mark.usefixtures("tensors_of_the_cpu")
+@pytest.mark.parametrize("name", SCORES)
+def test_gradients_of_forms_agree(name: str) -> None:
+    """Those of CUDA text and of the traced function are those of autograd in float64."""
+    function, (scores, at) = SCORES[name](SIZES), points(name, 300)
+    grads = torch.randn(300, generator=torch.Generator().manual_seed(8))
     captures = {key: function.captures[key].requires_grad_() for key in function.capture_grads}
     exact = {key: x.detach().double().requires_grad_() for key, x in captures.items()}
     sources = scores.double().requires_grad_()
@@ -87,6 +135,125 @@ def test_forms_agree(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
             (place,) = [place for place in got.gradients if mod.captures[place].array is x]
             torch.testing.assert_close(got.gradients[place].double(), exact[key].grad, rtol=2e-5, atol=1e-4)
     assert [x for x in function.captures.values() if getattr(x, "requires_grad", False)] or not captures
+
+
+# ---- inputs
+
+
+@pytest.mark.parametrize("separate", (True, False))
+@pytest.mark.parametrize("name", MASKS)
+def test_lists_of_inputs(name: str, separate: bool) -> None:
+    """Those of the NumPy reference; for one request and head where the mask does not depend on them."""
+    case = FlexCase(**SMALL, mask=name, separate=separate)
+    inputs = make_flex_inputs(case, "cpu")
+    assert inputs.block_mask is not None and inputs.mask is not None
+    shape = tuple(inputs.block_mask.kv_num_blocks.shape[:2])
+    assert shape == {"per head": (1, 4)}.get(
+        name, (3, 1) if name in ("documents", "prefix", "padding", "per batch") else (1, 1)
+    )
+    want = reference.create_block_mask(
+        inputs.mask.numpy(), *shape, 37, 50, BLOCK_SIZE=(16, 32), separate_full_blocks=separate
+    )
+    for lists in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"):
+        got, wanted_one = getattr(inputs.block_mask, lists), getattr(want, lists)
+        assert (got is None) == (wanted_one is None)
+        if got is not None:
+            assert got.dtype == torch.int32
+            np.testing.assert_array_equal(got.numpy(), wanted_one)
+
+
+@pytest.mark.parametrize("layout", ("plain", "slice", "tokens"))
+@pytest.mark.parametrize("mask", ("", "checkered", "per head", "padding"))
+def test_what_no_result_depends_on_holds_the_gap(mask: str, layout: str) -> None:
+    case = FlexCase(
+        b=2, h_kv=2, s_q=130, s_k=400, d_qk=8, d_v=16, block=(64, 64), mask=mask, layout=layout, gap_keys=1
+    )
+    inputs = make_flex_inputs(case, "cpu")
+    holds = [torch.ones(x.shape[:-1], dtype=torch.bool) for x in (inputs.q, inputs.k, inputs.v)]
+    if inputs.mask is not None:
+        seen = attended(inputs.mask, case, "cpu").expand(2, 4, 130, 400)
+        for request, head in np.ndindex(2, 2):
+            keys = seen[request, 2 * head : 2 * head + 2].any((0, 1))
+            blocks = torch.nn.functional.pad(seen[request, 2 * head : 2 * head + 2].any((0, 1)), (0, 48))
+            holds[1][request, head] = keys
+            listed = blocks.view(7, 64).any(1).repeat_interleave(64)[:400]
+            holds[2][request, head] = listed
+        assert not bool(holds[2].all())
+        assert mask == "checkered" or not torch.equal(holds[1], holds[2])
+    for array, held in zip((inputs.q, inputs.k, inputs.v), holds, strict=True):
+        assert torch.equal(array.isfinite().all(-1), held) and torch.equal(array.isfinite().any(-1), held)
+        whole = torch.empty(0, dtype=array.dtype).set_(array.untyped_storage())
+        assert int(whole.isfinite().sum()) == int(held.sum()) * array.shape[-1]
+        assert (whole.numel() > array.numel()) == (layout == "slice")
+
+
+@pytest.mark.parametrize("of", GRADIENTS)
+@pytest.mark.parametrize("case", CASES[::4], ids=name_of)
+def test_gradients_of_rows_that_attend_nothing_are_the_gap(case: FlexCase, of: str) -> None:
+    inputs = make_flex_inputs(case, "cpu")
+    gradients = make_flex_gradients(inputs, of)
+    attending = forward(inputs)[1] > -torch.inf
+    assert torch.equal(gradients.dout.isfinite().all(-1), attending)
+    assert bool((gradients.dout[attending] != 0).any()) == (of != "lse" and bool(attending.any()))
+    assert (gradients.dlse is None) == (of == "out")
+    if gradients.dlse is not None:
+        assert torch.equal(gradients.dlse.isfinite(), attending)
+
+
+def test_tensors_that_require_grad() -> None:
+    inputs = make_flex_backward_inputs(FlexCase(**SMALL, score="alibi table"), "cpu")
+    assert inputs.score is not None
+    traced = trace(inputs.score.python, "score_mod", backward=True)
+    assert traced.backward is not None
+    assert traced.captures[traced.backward.gradients[0]].array is captured_tensors(inputs)["slopes"]
+    assert not forward(inputs)[0].requires_grad
+
+
+# ---- references
+
+
+def by_definition(inputs: FlexInputs) -> tuple[Any, Any, Any]:
+    """The NumPy reference, of float64 arrays, and lists of its own."""
+    case = inputs.case
+    arrays = [x.double().numpy() for x in (inputs.q, inputs.k, inputs.v)]
+    mask = None
+    if inputs.mask is not None:
+        mask = reference.create_block_mask(
+            inputs.mask.numpy(), case.b, case.h_q, case.s_q, case.s_k,
+            BLOCK_SIZE=case.block, separate_full_blocks=case.separate,
+        )  # fmt: skip
+    out, aux = reference.flex_attention(
+        *arrays, None if inputs.score is None else inputs.score.numpy(), mask, case.scale,
+        case.h_q != case.h_kv, return_aux=rawmla.AuxRequest(True, True),
+    )  # fmt: skip
+    return tuple(torch.from_numpy(x) for x in (out, aux.lse, aux.max_scores))
+
+
+@pytest.mark.parametrize("case", (*CASES, *FP8_CASES), ids=name_of)
+def test_the_reference_in_torch(case: FlexCase) -> None:
+    inputs = make_flex_inputs(case, "cpu")
+    for got, want in zip(forward(inputs), by_definition(inputs), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
+
+
+def test_the_reference_obeys_lists() -> None:
+    """Lists that do not agree with the mask, of fewer requests and heads, with garbage after their ends."""
+    inputs = make_flex_inputs(FlexCase(**{**SMALL, "b": 4}), "cpu")
+    mask = MASKS["random"](replace(SIZES, b=4, s_q=37, s_k=50))
+    draw = np.random.default_rng(5)
+    states = draw.integers(0, 3, (2, 2, 3, 2))
+    lists = []
+    for state in (1, 2):
+        counts = (states == state).sum(-1)
+        order = np.argsort(states != state, axis=-1, kind="stable")
+        order[np.arange(2) >= counts[..., None]] = 2**30
+        lists += [torch.from_numpy(x.astype(np.int32)) for x in (counts, order)]
+    given = BlockMask((37, 50), *lists, BLOCK_SIZE=(16, 32), mask_mod=mask.python)
+    inputs = replace(inputs, mask=mask, block_mask=given)
+    numbers = [x.double().numpy() for x in (inputs.q, inputs.k, inputs.v)]
+    want = reference.flex_attention(*numbers, None, with_mask_mod(given, mask.numpy()), return_lse=True)
+    for got, wanted_one in zip(forward(inputs), want, strict=False):
+        np.testing.assert_allclose(got.numpy(), wanted_one, rtol=1e-9, atol=1e-12)
 
 
 def by_autograd(inputs: FlexInputs, gradients: FlexGradients) -> list[Any]:
@@ -125,7 +292,7 @@ def by_autograd(inputs: FlexInputs, gradients: FlexGradients) -> list[Any]:
 @pytest.mark.parametrize(
     ("of", "case"), [*[("both", case) for case in CASES], *product(GRADIENTS[:2], CASES[::6])], ids=name_of
 )
-def test_the_reference_in_torch(of: str, case: FlexCase) -> None:
+def test_the_reference_of_gradients(of: str, case: FlexCase) -> None:
     """Against autograd of all of attention at once, where rows and keys that take no part are NaN."""
     inputs = make_flex_inputs(case, "cpu")
     gradients = make_flex_gradients(inputs, of)
@@ -137,7 +304,7 @@ def test_the_reference_in_torch(of: str, case: FlexCase) -> None:
 
 
 @pytest.mark.parametrize("case", CASES[::3], ids=name_of)
-def test_from_rounded_results(case: FlexCase) -> None:
+def test_gradients_from_rounded_results(case: FlexCase) -> None:
     """As `rawmla.reference` has it."""
     inputs = make_flex_inputs(case, "cpu")
     gradients, results = make_flex_gradients(inputs, "both"), exact_results(inputs)
@@ -167,9 +334,12 @@ def test_the_reference_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """All but the floors of captured gradients, which are drawn."""
     inputs = make_flex_inputs(FlexCase(**SMALL, score="head scale", mask="per head", h_kv=2), "cpu")
     gradients = make_flex_gradients(inputs, "both")
+    out, lse, top = forward(inputs)
     whole = reference_backward(inputs, gradients)
     monkeypatch.setattr("kit.flex.CHUNK_SCORES", 1)
     parts = reference_backward(inputs, gradients)
+    for got, want in zip(forward(inputs), (out, lse, top), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-14)
     for name in ("values", "sizes", "floors"):
         for got, want in zip(getattr(parts.rows, name), getattr(whole.rows, name), strict=True):
             torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-15)
@@ -178,45 +348,61 @@ def test_the_reference_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert bool(((one.floor / other.floor).log2().abs() < 1).all())
 
 
-def test_floors_of_captured_gradients() -> None:
-    """What errors come to that do not know of each other, of terms and of whole rows, by the terms
-    themselves.
-    """
-    inputs = make_flex_inputs(FlexCase(**SMALL, score="head scale"), "cpu")
-    gradients = make_flex_gradients(inputs)
-    found = reference_backward(inputs, gradients).captured["factor"]
-    q, k, v, dout = (x.double() for x in (inputs.q, inputs.k, inputs.v, gradients.dout))
-    products = q @ k.mT * 8**-0.5
-    factor = inputs.score.captures["factor"].double()[:, None, None]  # type: ignore[union-attr]
-    scores = products * factor
-    p = torch.softmax(scores, -1)
-    out = p @ v
-    grad = p * (dout @ v.mT - (dout * out).sum(-1, keepdim=True))
-    torch.testing.assert_close(found.value, (grad * products).sum((0, 2, 3)))
-    q, k, v, out, dout = (x.norm(dim=-1, keepdim=True) for x in (q, k, v, out, dout))
-    lost = FLOAT32 * (p * dout * (v.mT + out) + 8**-0.5 * q * k.mT * (grad * factor).abs())
-    lost += OF_SCORE * (scores * grad).abs()
-    of_rows = FLOAT32 * p * dout * out, OF_SCORE * torch.logsumexp(scores, -1, keepdim=True) * grad
-    squares = (lost * products).square().sum((0, 2, 3))
-    for one in of_rows:
-        squares += (one * products).sum(3).square().sum((0, 2))
-    assert bool(((found.floor / squares.sqrt()).log2().abs() < 1).all())
+# ---- comparison of the forward
 
 
-@pytest.mark.parametrize("of", GRADIENTS)
-@pytest.mark.parametrize("case", CASES[::4], ids=name_of)
-def test_gradients_of_rows_that_attend_nothing_are_the_gap(case: FlexCase, of: str) -> None:
+def rounded(inputs: FlexInputs) -> tuple[Any, Any, Any]:
+    """What an exact kernel would give."""
+    out, lse, top = forward(inputs)
+    return out.to(inputs.q.dtype), lse.float(), top.float()
+
+
+@pytest.mark.parametrize("case", (*CASES, *FP8_CASES), ids=name_of)
+def test_the_comparison_takes_rounded_results(case: FlexCase) -> None:
     inputs = make_flex_inputs(case, "cpu")
-    gradients = make_flex_gradients(inputs, of)
-    attending = forward(inputs)[1] > -torch.inf
-    assert torch.equal(gradients.dout.isfinite().all(-1), attending)
-    assert bool((gradients.dout[attending] != 0).any()) == (of != "lse" and bool(attending.any()))
-    assert (gradients.dlse is None) == (of == "out")
-    if gradients.dlse is not None:
-        assert torch.equal(gradients.dlse.isfinite(), attending)
+    check_flex(inputs, rounded(inputs), plain=True)
 
 
-# ---- comparison
+@pytest.mark.parametrize("mask", ("", "lower half"))
+@pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
+def test_the_comparison_finds_what_is_wrong(dtype: str, mask: str) -> None:
+    inputs = make_flex_inputs(FlexCase(s_q=70, s_k=90, dtype=dtype, mask=mask), "cpu")
+
+    def fails(text: str, change: Any) -> None:
+        results = rounded(inputs)
+        change(*results)
+        with pytest.raises(AssertionError, match=text):
+            check_flex(inputs, results, plain=True)
+
+    fails("out are infinite", lambda out, lse, top: out[1, 2, 60].fill_(float("nan")))
+    fails("L2 error of out", lambda out, lse, top: out.mul_(1.02))
+    fails("L2 error of a row of out", lambda out, lse, top: out[0, 3, 61].mul_(1.02))
+    fails("mean error of out", lambda out, lse, top: out.add_(0.05 * out.abs().max()))
+    fails("error of lse", lambda out, lse, top: lse[1, 1, 64].add_(0.001))
+    fails("error of max_scores", lambda out, lse, top: top[1, 1, 64].sub_(0.001))
+    fails("lse is infinite", lambda out, lse, top: lse[1, 1, 64].fill_(float("-inf")))
+    fails("max_scores is infinite", lambda out, lse, top: top[1, 1, 64].fill_(float("nan")))
+    if mask:
+        fails("row of out", lambda out, lse, top: out[0, 0, 3].fill_(0.001))
+        fails("lse is infinite", lambda out, lse, top: lse[0, 0, 3].fill_(-1e30))
+        fails("max_scores is infinite", lambda out, lse, top: top[0, 0, 3].fill_(float("inf")))
+
+
+@pytest.mark.parametrize(("kind", "name"), FUNCTIONS)
+def test_the_comparison_finds_a_missing_function(kind: str, name: str) -> None:
+    """At the shape of the GPU test of all functions. "head offset" changes lse alone."""
+    shape: dict[str, Any] = {"score": name} if kind == "score_mod" else {"mask": name, "gap": 0.0}
+    inputs = make_flex_inputs(FlexCase(s_q=150, s_k=300, **shape), "cpu")
+    results = rounded(replace(inputs, score=None, mask=None, block_mask=None))
+    if name == "identity":
+        check_flex(inputs, results)
+        return
+    text = {"head offset": "error of lse", "empty": "is infinite"}.get(name, "error of out")
+    with pytest.raises(AssertionError, match=text):
+        check_flex(inputs, results)
+
+
+# ---- comparison of gradients
 
 
 def kernel(inputs: FlexInputs, gradients: FlexGradients, results: tuple[Any, Any], wrong: str = "") -> Any:
@@ -270,7 +456,7 @@ KERNEL_CASES = (
     *[FlexCase(**LARGE, mask=name, score="head offset") for name in ("per head", "padding", "empty")],
     FlexCase(**LARGE, b_kv=1, h_kv=2, score="head gate", mask="documents"),
     FlexCase(**{**LARGE, "s_k": 1}, score="one element"),
-)  # fmt: skip
+)  # fmt: skip  # fmt: skip
 
 
 @pytest.mark.parametrize(("case", "of"), list(zip(KERNEL_CASES, cycle(GRADIENTS))), ids=name_of)
@@ -379,33 +565,3 @@ def test_the_comparison_finds_single_rows_of_few_columns(name: str, lengths: tup
     rows[rows.norm(dim=-1).argsort()[len(rows) // 2]] = 0
     with pytest.raises(AssertionError, match=f": L2 error of a row of {name} [^;]*$"):
         check_flex_backward(inputs, gradients, results, got)
-
-
-# ---- inputs
-
-
-def test_tensors_that_require_grad() -> None:
-    inputs = make_flex_backward_inputs(FlexCase(**SMALL, score="alibi table"), "cpu")
-    assert inputs.score is not None
-    traced = trace(inputs.score.python, "score_mod", backward=True)
-    assert traced.backward is not None
-    assert traced.captures[traced.backward.gradients[0]].array is captured_tensors(inputs)["slopes"]
-    assert not forward(inputs)[0].requires_grad
-
-
-@pytest.mark.parametrize("separate", (True, False))
-@pytest.mark.parametrize("name", ("causal", "per head", "empty"))
-def test_lists_by_columns(name: str, separate: bool) -> None:
-    """Those of the NumPy reference."""
-    inputs = make_flex_backward_inputs(FlexCase(**SMALL, mask=name, separate=separate), "cpu")
-    assert inputs.block_mask is not None and inputs.mask is not None
-    shape = tuple(inputs.block_mask.kv_num_blocks.shape[:2])
-    want = reference.create_block_mask(
-        inputs.mask.numpy(), *shape, 37, 50, BLOCK_SIZE=(16, 32), separate_full_blocks=separate
-    )
-    for which in ("kv", "full_kv", "q", "full_q"):
-        for what in ("num_blocks", "indices"):
-            got, wanted = (getattr(x, f"{which}_{what}") for x in (inputs.block_mask, want))
-            assert (got is None) == (wanted is None) == (which.startswith("full") and not separate)
-            if got is not None:
-                assert got.dtype == torch.int32 and got.tolist() == wanted.tolist()
