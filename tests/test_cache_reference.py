@@ -59,24 +59,6 @@ class TestNumbers:
 
 
 class TestQuantising:
-    @pytest.mark.parametrize("layout", LAYOUTS)
-    @pytest.mark.parametrize("scale", (1e-6, 1.0, 300.0, 1e30))
-    def test_round_trip(self, layout: str, scale: float) -> None:
-        """Off by half a step of e4m3 at most, relative to the tile's largest magnitude."""
-        columns, d_nope = COLUMNS[layout], COLUMNS[layout] - 64
-        k_cache = bf16_values((3, 5, 1, columns), scale=scale)
-        cache = reference.quantize_k_cache(k_cache, layout)
-        assert cache.shape == (3, 5, 1, reference.LAYOUTS[layout].token_bytes) and cache.dtype == np.uint8
-        back = reference.dequantize_k_cache(cache, layout)
-        values = k_cache.astype(np.float64)
-        np.testing.assert_array_equal(back[..., d_nope:], values[..., d_nope:])
-        tile = reference.LAYOUTS[layout].tile
-        top = np.abs(values[..., :d_nope]).reshape(3, 5, -1, tile).max(-1)
-        if layout == "model1":
-            top = np.maximum(top, 1e-4) * 2
-        allowed = np.maximum(np.abs(values[..., :d_nope]) / 15, np.repeat(top, tile, -1)[:, :, None] * 2**-17)
-        assert (np.abs(back - values)[..., :d_nope] <= allowed).all()
-
     def test_v32_by_ml_dtypes(self) -> None:
         k_cache = bf16_values((2, 7, 1, 576), seed=1, scale=10)
         tiles = k_cache[..., :512].astype(np.float32).reshape(2, 7, 4, 128)
@@ -138,23 +120,6 @@ class TestQuantising:
             else:
                 assert back[0] <= -(2.0**128) and (back[1:tile] == 0).all()
             assert (back[tile:] == 448).all()
-
-    @pytest.mark.parametrize("layout", LAYOUTS)
-    def test_given_out(self, layout: str) -> None:
-        """Into blocks that are padded; bytes of other types hold the same."""
-        k_cache = bf16_values((3, 5, 1, COLUMNS[layout]))
-        want = reference.quantize_k_cache(k_cache, layout)
-        buffer = np.full((3, 7, *want.shape[2:]), 0xEE, np.uint8)
-        out = buffer[:, :5].view(np.int8)
-        assert reference.quantize_k_cache(k_cache, layout, out=out) is out
-        np.testing.assert_array_equal(buffer[:, :5], want)
-        assert (buffer[:, 5:] == 0xEE).all()
-        np.testing.assert_array_equal(
-            reference.dequantize_k_cache(out, layout), reference.dequantize_k_cache(want, layout)
-        )
-        np.testing.assert_array_equal(
-            reference.dequantize_k_cache(want.view(E4M3), layout), reference.dequantize_k_cache(want, layout)
-        )
 
     @pytest.mark.parametrize("layout", LAYOUTS)
     def test_torch(self, layout: str) -> None:

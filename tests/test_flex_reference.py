@@ -135,17 +135,6 @@ def test_block_masks_against_torch(mask: str, size: Any) -> None:
         np.testing.assert_array_equal(entries, getattr(blocks, f"{name}_indices").numpy())
 
 
-def test_block_mask_without_full_blocks() -> None:
-    apart = reference.create_block_mask(mask_of("causal")[0], None, None, L, S, BLOCK_SIZE=16)
-    one = reference.create_block_mask(
-        mask_of("causal")[0], None, None, L, S, BLOCK_SIZE=16, separate_full_blocks=False
-    )
-    assert one.full_kv_num_blocks is one.full_kv_indices is one.full_q_num_blocks is None
-    np.testing.assert_array_equal(one.kv_num_blocks, apart.kv_num_blocks + apart.full_kv_num_blocks)
-    assert one.kv_num_blocks.tolist() == [[[1, 2, 3]]]
-    assert one.kv_indices.tolist() == [[[[0, 1, 2, 3]] * 3]]
-
-
 def test_torchs_block_masks() -> None:
     """Lists may be tensors; the empty one attends everything."""
     q, k, v = arrays()
@@ -172,17 +161,6 @@ def test_what_is_not_attended_does_not_matter() -> None:
         return np.where(q >= k, s, np.nan)
 
     np.testing.assert_allclose(reference.flex_attention(q, k, v, spoilt, mask), want, rtol=1e-12)
-
-
-def test_nan_and_inf_spoil_their_row_alone() -> None:
-    q, k, v = arrays()
-    want = reference.flex_attention(q, k, v)
-    for spoiler in (np.nan, np.inf):
-        got = reference.flex_attention(
-            q, k, v, lambda s, b, h, i, j, x=spoiler: np.where((i == 3) & (j == 7), x, s)
-        )
-        assert np.isnan(got[:, :, 3]).all()
-        np.testing.assert_array_equal(np.delete(got, 3, 2), np.delete(want, 3, 2))
 
 
 @pytest.mark.parametrize("kind", ("float8_e4m3fn", "float8_e5m2"))

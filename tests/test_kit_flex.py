@@ -142,49 +142,29 @@ def test_gradients_of_forms_agree(name: str) -> None:
 
 @pytest.mark.parametrize("separate", (True, False))
 @pytest.mark.parametrize("name", MASKS)
-def test_lists_of_inputs(name: str, separate: bool) -> None:
-    """Those of the NumPy reference; for one request and head where the mask does not depend on them."""
-    case = FlexCase(**SMALL, mask=name, separate=separate)
-    inputs = make_flex_inputs(case, "cpu")
-    assert inputs.block_mask is not None and inputs.mask is not None
-    shape = tuple(inputs.block_mask.kv_num_blocks.shape[:2])
-    assert shape == {"per head": (1, 4)}.get(
-        name, (3, 1) if name in ("documents", "prefix", "padding", "per batch") else (1, 1)
-    )
+def test_lists_and_gaps(name: str, separate: bool) -> None:
+    """Lists of rows and of columns are those of NumPy; what no result depends on holds the gap."""
+    case = FlexCase(**SMALL, mask=name, separate=separate, h_kv=2, layout="slice", gap_keys=1)
+    inputs = make_flex_backward_inputs(case, "cpu")
+    mask = inputs.block_mask
+    assert mask is not None and inputs.mask is not None
+    of_requests = name in ("documents", "prefix", "padding", "per batch")
+    shape = tuple(mask.kv_num_blocks.shape[:2])
+    assert shape == (3 if of_requests else 1, 4 if name == "per head" else 1)
     want = reference.create_block_mask(
         inputs.mask.numpy(), *shape, 37, 50, BLOCK_SIZE=(16, 32), separate_full_blocks=separate
     )
-    for lists in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"):
-        got, wanted_one = getattr(inputs.block_mask, lists), getattr(want, lists)
-        assert (got is None) == (wanted_one is None)
-        if got is not None:
-            assert got.dtype == torch.int32
-            np.testing.assert_array_equal(got.numpy(), wanted_one)
-
-
-@pytest.mark.parametrize("layout", ("plain", "slice", "tokens"))
-@pytest.mark.parametrize("mask", ("", "checkered", "per head", "padding"))
-def test_what_no_result_depends_on_holds_the_gap(mask: str, layout: str) -> None:
-    case = FlexCase(
-        b=2, h_kv=2, s_q=130, s_k=400, d_qk=8, d_v=16, block=(64, 64), mask=mask, layout=layout, gap_keys=1
-    )
-    inputs = make_flex_inputs(case, "cpu")
-    holds = [torch.ones(x.shape[:-1], dtype=torch.bool) for x in (inputs.q, inputs.k, inputs.v)]
-    if inputs.mask is not None:
-        seen = attended(inputs.mask, case, "cpu").expand(2, 4, 130, 400)
-        for request, head in np.ndindex(2, 2):
-            keys = seen[request, 2 * head : 2 * head + 2].any((0, 1))
-            blocks = torch.nn.functional.pad(seen[request, 2 * head : 2 * head + 2].any((0, 1)), (0, 48))
-            holds[1][request, head] = keys
-            listed = blocks.view(7, 64).any(1).repeat_interleave(64)[:400]
-            holds[2][request, head] = listed
-        assert not bool(holds[2].all())
-        assert mask == "checkered" or not torch.equal(holds[1], holds[2])
-    for array, held in zip((inputs.q, inputs.k, inputs.v), holds, strict=True):
+    for which, what in product(("kv", "full_kv", "q", "full_q"), ("num_blocks", "indices")):
+        got, wanted_one = (getattr(x, f"{which}_{what}") for x in (mask, want))
+        assert (got is None) == (wanted_one is None) == (which.startswith("full") and not separate)
+        assert got is None or got.dtype == torch.int32 and got.tolist() == wanted_one.tolist()
+    seen = attended(inputs.mask, case, "cpu").expand(3, 4, 37, 50).unflatten(1, (2, 2)).any(2).any(2)
+    listed = torch.nn.functional.pad(seen, (0, 14)).unflatten(-1, (2, 32)).any(-1)
+    listed = listed.repeat_interleave(32, -1)[..., :50]
+    for array, held in ((inputs.q, torch.ones(3, 4, 37) > 0), (inputs.k, seen), (inputs.v, listed)):
         assert torch.equal(array.isfinite().all(-1), held) and torch.equal(array.isfinite().any(-1), held)
         whole = torch.empty(0, dtype=array.dtype).set_(array.untyped_storage())
         assert int(whole.isfinite().sum()) == int(held.sum()) * array.shape[-1]
-        assert (whole.numel() > array.numel()) == (layout == "slice")
 
 
 def test_tensors_that_require_grad() -> None:
