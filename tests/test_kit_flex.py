@@ -36,7 +36,6 @@ from kit.flex_backward import (
 )
 from rawmla import reference
 from rawmla.flex.block_mask import BlockMask
-from rawmla.reference._flex import NumpyMod, flex_attention_backward
 
 torch = pytest.importorskip("torch")
 from rawmla.flex.trace import trace  # noqa: E402
@@ -268,33 +267,6 @@ def test_the_reference_of_gradients(of: str, case: FlexCase) -> None:
     got = [*found.rows.values, *[x.value for x in found.captured.values()]]
     for one, other in zip(got, want, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-9)
-
-
-@pytest.mark.parametrize("case", CASES[::3], ids=name_of)
-def test_gradients_from_rounded_results(case: FlexCase) -> None:
-    """As `rawmla.reference` has it."""
-    inputs = make_flex_inputs(case, "cpu")
-    gradients, results = make_flex_gradients(inputs, "both"), exact_results(inputs)
-    numbers = [x.double().numpy() for x in (gradients.dout, inputs.q, inputs.k, inputs.v, *results)]
-    mod, score = None, inputs.score
-    if score is not None:
-
-        def grad(cotangent: Any, s: Any, *at: Any) -> Any:
-            source = torch.from_numpy(s).requires_grad_()
-            value = score.torch()(source, *[torch.as_tensor(x) for x in at])
-            return torch.autograd.grad(value, source, torch.from_numpy(cotangent))[0].numpy()
-
-        mod = NumpyMod(score.numpy(), grad)
-    block_mask = None
-    if inputs.mask is not None:
-        block_mask = reference.create_block_mask(
-            inputs.mask.numpy(), case.b, case.h_q, case.s_q, case.s_k, BLOCK_SIZE=case.block
-        )
-    *want, _ = flex_attention_backward(
-        *numbers, mod, block_mask, case.scale, True, grad_lse=gradients.dlse.double().numpy()
-    )
-    for one, other in zip(reference_backward(inputs, gradients, results).rows.values, want, strict=True):
-        torch.testing.assert_close(one, torch.from_numpy(other), rtol=1e-6, atol=1e-6)
 
 
 def test_the_reference_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
