@@ -135,13 +135,14 @@ def make_dense_inputs(case: DenseCase, framework: str = "torch", device: Any = "
     pages = _assign_pages(case, lengths)
     place = _to_torch(device if framework == "torch" else "cpu")
     q, k_cache = _values(case, pages, device if framework == "torch" else "cpu")
-    arrays = (
-        q,
-        k_cache[:, : case.page_block_size],
-        place(pages.block_table)[:, : pages.width],
-        place(np.array(lengths, dtype=np.int32)),
+    return DenseInputs(
+        case=case,
+        q=as_framework(q, framework),
+        k_cache=as_framework(k_cache[:, : case.page_block_size], framework),
+        block_table=as_framework(place(pages.block_table)[:, : pages.width], framework),
+        cache_seqlens=as_framework(place(np.array(lengths, dtype=np.int32)), framework),
+        lengths=lengths,
     )
-    return DenseInputs(case, *(as_framework(x, framework) for x in arrays), lengths)
 
 
 def as_framework(tensor: Any, framework: str) -> Any:
