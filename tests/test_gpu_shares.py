@@ -66,22 +66,6 @@ def shares(folder: Path, monkeypatch: pytest.MonkeyPatch, processes: int = 15) -
     return made
 
 
-def test_one_process_has_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTEST_XDIST_WORKER_COUNT", "1")
-    assert Shares.in_folder(tmp_path) is None
-    monkeypatch.delenv("PYTEST_XDIST_WORKER_COUNT")
-    assert Shares.in_folder(tmp_path) is None
-
-
-def test_all_shares_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Together, with what contexts take."""
-    cuda, _, torch, _ = frameworks()
-    shares(tmp_path, monkeypatch).limit(torch)
-    (small,) = cuda.fractions
-    assert 15 * small + LARGE_SHARES * LARGE == pytest.approx(SMALL + LARGE_SHARES * LARGE) and small > 0.03
-    assert SMALL + LARGE_SHARES * LARGE < 0.87
-
-
 def test_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cuda, pool, torch, cupy = frameworks()
     run = shares(tmp_path, monkeypatch)

@@ -1,5 +1,8 @@
-"""Dense attention of `rawmla.reference` against torch: its own attention, and formulas left to autograd."""
+"""Dense attention of `rawmla.reference` against torch and its autograd; segments, sinks, tensors."""
 
+from __future__ import annotations
+
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -137,16 +140,6 @@ def test_against_autograd(options: dict[str, Any], sizes: tuple[int, int]) -> No
     check(reference.flash_attn_backward(dout, q, k, v, out, lse, **options), alone)
 
 
-@pytest.mark.parametrize("h_kv", (1, 2, 3, 6))
-def test_groups_of_heads(h_kv: int) -> None:
-    arrays = make(4, 5, 6, h_kv)
-    q, k, v, dout, dlse = arrays
-    want, gradients = by_autograd(arrays, causal=True)
-    out, lse = reference.flash_attn_func(q, k, v, causal=True)
-    check((out, lse), want)
-    check(reference.flash_attn_backward(dout, q, k, v, out, lse, dlse=dlse, causal=True), gradients)
-
-
 @pytest.mark.parametrize("chunk", (1, 3, 4, 100))
 @pytest.mark.parametrize("sizes", ((8, 8), (3, 10), (9, 4)), ids=str)
 def test_chunks(sizes: tuple[int, int], chunk: int) -> None:
@@ -155,37 +148,6 @@ def test_chunks(sizes: tuple[int, int], chunk: int) -> None:
         options["attention_chunk"] = chunk
         want = plain(*(torch.from_numpy(x) for x in (q, k, v)), **options)
         check(reference.flash_attn_func(q, k, v, **options), [x.numpy() for x in want])
-
-
-def test_by_hand() -> None:
-    """One query of two keys with scores 0 and log 3, a sink of log 4: weights 1/8 and 3/8."""
-    q, k, v = np.ones((1, 1, 1, 1)), np.array([0.0, np.log(3.0)]).reshape(1, 2, 1, 1), [[[[8.0]], [[16.0]]]]
-    out, lse = reference.flash_attn_func(q, k, v, attn_sink=[np.log(4.0)])
-    np.testing.assert_allclose((out.item(), lse.item()), (7.0, np.log(4.0)), **TIGHT)
-    out, lse = reference.flash_attn_func(q, k, v, alibi_slopes=[np.log(3.0)])  # key 0 is one position away
-    np.testing.assert_allclose((out.item(), lse.item()), ((8 / 3 + 48) / (10 / 3), np.log(10 / 3)), **TIGHT)
-    out, lse = reference.flash_attn_func(q, k, v, softcap=1.0, window_size=(0, 0))
-    np.testing.assert_allclose((out.item(), lse.item()), (16.0, np.tanh(np.log(3.0))), **TIGHT)
-
-
-def test_rows_with_nothing_to_attend() -> None:
-    """5 of 9 queries lie before the first of 4 keys: nothing comes of them, not even of NaN."""
-    q, k, v, dout, dlse = make(9, 4)
-    out, lse = reference.flash_attn_func(q, k, v, causal=True, attn_sink=SINK)
-    assert not out[:, :5].any() and np.isneginf(lse[..., :5]).all()
-    assert out[:, 5:].all() and np.isfinite(lse[..., 5:]).all()
-    clean = reference.flash_attn_backward(
-        dout, q, k, v, out, lse, dlse=dlse, causal=True, attn_sink=SINK, softcap=3.0
-    )
-    for array in (q, dout, out):
-        array[:, :5] = np.nan
-    dlse[..., :5] = np.nan
-    got = reference.flash_attn_backward(
-        dout, q, k, v, out, lse, dlse=dlse, causal=True, attn_sink=SINK, softcap=3.0
-    )
-    assert not got[0][:, :5].any()
-    for one, other in zip(got, clean, strict=True):
-        np.testing.assert_array_equal(one, other)
 
 
 def test_what_no_query_sees_is_not_read() -> None:
@@ -226,26 +188,6 @@ def test_masked_pairs_are_selected_and_not_multiplied(poison: float) -> None:
     assert np.isnan(of_keys[0][:, 3]).all() and np.isnan(of_queries[1][:, 0]).all()
 
 
-def test_lengths_below_zero_and_past_the_segment() -> None:
-    q, k, v = make_ragged()[:3]
-    got = reference.flash_attn_varlen_func(q, k, v, [0, 4], [0, 7], 4, 7, seqused_q=[99], seqused_k=[-3])
-    assert not got[0].any() and np.isneginf(got[1]).all()
-    got = reference.flash_attn_varlen_func(q, k, v, [0, 4], [0, 7], 4, 7, seqused_q=[99], seqused_k=[99])
-    check(got, reference.flash_attn_varlen_func(q, k, v, [0, 4], [0, 7], 4, 7))
-
-
-@pytest.mark.parametrize("options", ({}, {"causal": True, "softcap": 1.0}, {"attn_sink": SINK}), ids=str)
-def test_lse_alone_leaves_v_alone(options: dict[str, Any]) -> None:
-    q, k, v, dout, dlse = make(5, 7)
-    out, lse = reference.flash_attn_func(q, k, v, **options)
-    dq, dk, dv, *_ = reference.flash_attn_backward(
-        np.zeros_like(dout), q, k, v, out, lse, dlse=dlse, **options
-    )
-    assert dq.any() and dk.any() and not dv.any()
-    want = by_autograd([q, k, v, np.zeros_like(dout), dlse], **options)[1]
-    check((dq, dk, dv), want[:3])
-
-
 @pytest.mark.parametrize("sign", (-1, 1))
 def test_infinite_sinks(sign: int) -> None:
     """-inf: no sink. +inf: out 0, nothing of dout comes back, and lse and its gradient are what they were."""
@@ -262,25 +204,12 @@ def test_infinite_sinks(sign: int) -> None:
     np.testing.assert_array_equal(got[3], np.zeros(4))
 
 
-def test_parts_merge_by_their_lse() -> None:
-    """A sink is not in lse, so parts without one can be merged, and the sink applied to the whole."""
-    q, k, v = make(3, 10)[:3]
-    parts = [reference.flash_attn_func(q, k[:, part], v[:, part]) for part in (slice(4), slice(4, None))]
-    lses = np.stack([lse for _, lse in parts])
-    total = np.logaddexp.reduce(lses)
-    weights = np.exp(lses - total).swapaxes(2, 3)[..., None]
-    merged = sum(weight * out for weight, (out, _) in zip(weights, parts, strict=True))
-    check((merged, total), reference.flash_attn_func(q, k, v))
-    kept = np.exp(total) / (np.exp(total) + np.exp(SINK)[:, None])
-    merged = merged * kept.swapaxes(1, 2)[..., None]
-    check((merged, total), reference.flash_attn_func(q, k, v, attn_sink=SINK))
-
-
 Q_LENGTHS, K_LENGTHS = (3, 0, 4, 1, 5, 2), (4, 3, 0, 1, 2, 6)
 Q_USED, K_USED = (2, 0, 4, 1, 0, 9), (4, 3, 0, -1, 1, 5)
 CU_Q, CU_K = (np.cumsum((first, *lengths)) for first, lengths in ((2, Q_LENGTHS), (1, K_LENGTHS)))
 TOTAL_Q, TOTAL_K = int(CU_Q[-1]) + 3, int(CU_K[-1]) + 1
 SLOPES = np.abs(randn(6, 4, seed=9))
+INFINITE = np.array([0.4, -np.inf, np.inf, -1.5])
 
 
 def segments(used: bool) -> list[tuple[slice, slice]]:
@@ -345,46 +274,6 @@ def test_segments_are_requests(options: dict[str, Any], used: bool) -> None:
     covered = slice(CU_Q[0], CU_Q[-1])
     np.testing.assert_array_equal(given[covered], out[covered])
     assert (given[:2] == 7).all() and (given[-3:] == 7).all()
-
-
-def test_segments_against_autograd() -> None:
-    q, k, v, dout, dlse = make_ragged()
-    out, lse = reference.flash_attn_varlen_func(q, k, v, CU_Q, CU_K, 5, 6, causal=True)
-    got = reference.flash_attn_varlen_backward(
-        dout, q, k, v, out, lse, CU_Q, CU_K, 5, 6, dlse=dlse, causal=True
-    )
-    want = [np.zeros_like(x) for x in (q, k, v)]
-    for i, j in segments(False):
-        arrays = [q[i][None], k[j][None], v[j][None], dout[i][None], dlse[i].T[None]]
-        gradients = by_autograd(arrays, causal=True)[1]
-        want[0][i], want[1][j], want[2][j] = (x[0] for x in gradients)
-    check(got, want)
-
-
-def test_given_gradients_are_overwritten() -> None:
-    q, k, v, dout, _ = make_ragged()
-    cu = (CU_Q, CU_K, 5, 6)
-    out, lse = reference.flash_attn_varlen_func(q, k, v, *cu)
-    want = reference.flash_attn_varlen_backward(dout, q, k, v, out, lse, *cu)
-    given = [np.full_like(x, np.nan) for x in (q, k, v)]
-    check(reference.flash_attn_varlen_backward(dout, q, k, v, out, lse, *cu, *given), want)
-    check(given, want)
-    assert not given[0][:2].any() and not given[1][-1:].any()
-
-
-@pytest.mark.parametrize("is_varlen", (False, True))
-def test_equal_segments_are_a_batch(is_varlen: bool) -> None:
-    q, k, v, dout, dlse = make(4, 6)
-    want = reference.flash_attn_func(q, k, v, causal=True)
-    flat = [x.reshape(-1, *x.shape[2:]) for x in (q, k, v, dout)]
-    cu = ([0, 4, 8], [0, 6, 12], 4, 6)
-    out, lse = reference.flash_attn_varlen_func(*flat[:3], *cu, causal=True, is_varlen=is_varlen)
-    check((out.reshape(want[0].shape), lse.reshape(2, 4, 4).swapaxes(1, 2)), want)
-    got = reference.flash_attn_varlen_backward(
-        flat[3], *flat[:3], out, lse, *cu, causal=True, is_varlen=is_varlen
-    )
-    back = reference.flash_attn_backward(dout, q, k, v, *want, causal=True)
-    check([x.reshape(y.shape) for x, y in zip(got, back, strict=True)], back)
 
 
 @pytest.mark.parametrize("d_v", (5, 6))
@@ -491,17 +380,6 @@ def test_torch_tensors(dtype: str) -> None:
         assert one is target and torch.equal(target, other)
 
 
-def test_torch_batches() -> None:
-    q, k, v = (torch.from_numpy(x).half() for x in make(4, 6)[:3])
-    want = reference.flash_attn_func(*(x.double().numpy() for x in (q, k, v)), causal=True)
-    given = torch.zeros(2, 4, 4, 5, dtype=torch.float16)
-    out, lse = reference.flash_attn_func(q, k, v, causal=True, out=given)
-    assert out is given and torch.equal(out, torch.from_numpy(want[0]).half())
-    assert lse.is_contiguous() and torch.equal(lse, torch.from_numpy(want[1]).float())
-    with pytest.raises(ValueError, match="^q: expected a tensor that does not require grad"):
-        reference.flash_attn_func(q.requires_grad_(), k, v, attention_chunk=4)
-
-
 def test_nothing_at_all() -> None:
     for shape in ((0, 3), (2, 0)):
         q, k = np.zeros((*shape, 4, 6)), np.zeros((shape[0], 5, 2, 6))
@@ -513,55 +391,101 @@ def test_nothing_at_all() -> None:
     assert out.shape == q.shape and lse.shape == (3, 4)
 
 
-def test_bad_arguments() -> None:
-    q, k, v = make_ragged()[:3]
-    good = {
-        "q": q,
-        "k": k,
-        "v": v,
-        "cu_seqlens_q": CU_Q,
-        "cu_seqlens_k": CU_K,
-        "max_seqlen_q": 5,
-        "max_seqlen_k": 6,
-    }
-    bad: list[tuple[str, Any, type[Exception], str]] = [
-        ("dropout_p", 0.1, ValueError, "dropout_p: expected 0, got 0.1"),
-        ("window_size", (-2, 0), ValueError, "window_size: expected None, -1 or at least 0, got .-2, 0"),
-        ("window_size", (0, -5), ValueError, "window_size: expected None, -1 or at least 0, got .0, -5"),
-        ("softcap", -1.0, ValueError, "softcap: expected a finite number of at least 0, got -1.0"),
-        ("softcap", np.inf, ValueError, "softcap: expected a finite number"),
-        ("attention_chunk", -1, ValueError, "attention_chunk: expected at least 0, got -1"),
-        ("softmax_scale", 0.0, ValueError, "softmax_scale: expected a finite float32 greater than 0"),
-        ("q", q.astype(np.int32), TypeError, "q: expected dtype"),
-        ("q", q[:, :3], ValueError, "q: expected h_q to be a multiple of the h_kv of k"),
-        ("k", k[..., :5], ValueError, r"k: expected shape \[s, h, 6\]"),
-        ("v", v[1:], ValueError, rf"v: expected shape \[{TOTAL_K}, 2, d_v\]"),
-        ("cu_seqlens_q", CU_Q[None], ValueError, r"cu_seqlens_q: expected shape \[b \+ 1\]"),
-        ("cu_seqlens_q", CU_Q[::-1], ValueError, "cu_seqlens_q: expected numbers .* that do not decrease"),
-        ("cu_seqlens_k", CU_K + 2, ValueError, f"cu_seqlens_k: expected numbers from 0 to {TOTAL_K}"),
-        ("cu_seqlens_k", CU_K[1:], ValueError, r"cu_seqlens_k: expected shape \[7\]"),
-        ("seqused_k", K_USED[1:], ValueError, r"seqused_k: expected shape \[6\]"),
-        ("attn_sink", SINK[1:], ValueError, r"attn_sink: expected shape \[4\]"),
-        ("alibi_slopes", SLOPES[1:], ValueError, r"alibi_slopes: expected shape \[4\] or \[6, 4\]"),
-        ("out", np.zeros((1, 4, 5)), ValueError, "out: expected shape"),
-        ("page_table", None, TypeError, "flash_attn_varlen_func.* unexpected keyword argument 'page_table'"),
-    ]
-    for name, value, error, text in bad:
-        with pytest.raises(error, match=text):
-            reference.flash_attn_varlen_func(**{**good, name: value})
-    qkv = np.zeros((4, 1, 6))
-    for packed, head_dim_qk, text in (
-        (qkv, None, r"qkv: expected shape \[total, 3, h, d\]"),
-        (np.zeros((4, 3, 1, 2)), 2, r"qkv: expected shape \[total, h, columns\]"),
-        (np.zeros((4, 2, 1, 2)), None, r"qkv: expected shape \[total, 3, h, d\]"),
-    ):
-        with pytest.raises(ValueError, match="^" + text):
-            reference.flash_attn_varlen_qkvpacked_func(packed, [0, 4], 4, head_dim_qk)
-    q, k, v, dout, dlse = make(2, 3)
-    out, lse = reference.flash_attn_func(q, k, v)
-    with pytest.raises(ValueError, match=r"^lse: expected shape \[2, 4, 2\]"):
-        reference.flash_attn_backward(dout, q, k, v, out, lse[:1])
-    with pytest.raises(ValueError, match="^dout: expected shape"):
-        reference.flash_attn_backward(dout[:, :1], q, k, v, out, lse)
-    with pytest.raises(TypeError, match="attention_chunk"):
-        reference.flash_attn_backward(dout, q, k, v, out, lse, attention_chunk=2)
+# ---- what must not matter to gradients
+
+
+def batch(s_q: int, s_kv: int, **options: Any) -> tuple[list[np.ndarray], np.ndarray]:
+    """dout, q, k, v, out and lse; and dlse."""
+    q, k, v, dout, dlse = make(s_q, s_kv)
+    return [dout, q, k, v, *reference.flash_attn_func(q, k, v, **options)], dlse
+
+
+@pytest.mark.parametrize("poison", (np.nan, np.inf, -np.inf))
+@pytest.mark.parametrize("sink", (None, INFINITE), ids=("", "sink"))
+@pytest.mark.parametrize(
+    ("mask", "s_kv", "count"),
+    (
+        ({"causal": True}, 3, 4),
+        ({"window_size": (1, 0)}, 3, 4),
+        ({"window_size": (None, 1)}, 3, 3),
+        ({"window_size": (1, -1)}, 0, 7),
+    ),
+    ids=str,
+)
+def test_rows_without_keys(mask: dict[str, Any], s_kv: int, count: int, sink: Any, poison: float) -> None:
+    """Whatever they hold: their dq is 0 and the rest is what it is without them, dsink too."""
+    options = {**mask, "attn_sink": sink, "softcap": 1.5, "alibi_slopes": SLOPES[:2]}
+    arrays, dlse = batch(7, s_kv, **options)
+    empty = np.isneginf(arrays[5][0, 0])
+    assert empty.sum() == count
+    clean = reference.flash_attn_backward(*arrays, dlse=dlse, **options)
+    for x in (arrays[0], arrays[1], arrays[4]):
+        x[:, empty] = poison
+    dlse[..., empty] = poison
+    got = reference.flash_attn_backward(*arrays, dlse=dlse, **options)
+    assert not got[0][:, empty].any() and got[0][:, ~empty].all()
+    for one, other in zip(got, clean, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("sink", (-1e4, -800.0, 800.0, 1e4))
+def test_sinks_far_from_all_scores(sink: float) -> None:
+    """As infinite ones, though exp(sink) or its inverse is none of float64's numbers."""
+    results = []
+    for value in (sink, np.copysign(np.inf, sink)):
+        sinks = np.full(4, value)
+        arrays, dlse = batch(5, 6, attn_sink=sinks)
+        results.append(reference.flash_attn_backward(*arrays, dlse=dlse, attn_sink=sinks))
+    for one, other in zip(*results, strict=True):
+        np.testing.assert_allclose(one, other, **TIGHT)
+
+
+def test_probabilities_follow_the_given_lse() -> None:
+    """And DELTA the given out: both are inputs, as a kernel has them."""
+    arrays, _ = batch(4, 5)
+    dq, dk, dv = reference.flash_attn_backward(*arrays)
+    arrays[5] -= np.log(2)
+    for one, other in zip(reference.flash_attn_backward(*arrays), (dq, dk, dv), strict=True):
+        np.testing.assert_allclose(one, 2 * other, **TIGHT)
+    arrays[4] *= 2
+    got = reference.flash_attn_backward(*arrays)
+    np.testing.assert_allclose(got[2], 2 * dv, **TIGHT)
+    assert np.abs(got[0] - 2 * dq).max() > 0.01
+
+
+def test_strides() -> None:
+    """lse and dlse in both orders; everything else in any, with dimensions of stride 0 too."""
+    arrays, dlse = batch(5, 6, causal=True)
+    want = reference.flash_attn_backward(*arrays, dlse=dlse, causal=True)
+    turned = [np.asfortranarray(x) for x in (*arrays, dlse)]
+    assert turned[5].T.flags.c_contiguous
+    got = reference.flash_attn_backward(*turned[:6], dlse=turned[6], causal=True)
+    for one, other in zip(got, want, strict=True):
+        np.testing.assert_array_equal(one, other)
+    rows = [x.reshape(-1, *x.shape[2:]) for x in arrays[:5]]
+    cu = ([0, 5, 10], [0, 6, 12], 5, 6)
+    for order in "CF":
+        lse, dlses = (np.array(x.swapaxes(1, 2).reshape(10, 4), order=order) for x in (arrays[5], dlse))
+        assert (lse if order == "C" else lse.T).flags.c_contiguous
+        got = reference.flash_attn_varlen_backward(*rows, lse, *cu, dlse=dlses, causal=True)
+        for one, other in zip(got, want, strict=True):
+            np.testing.assert_array_equal(one.reshape(other.shape), other)
+    wide = np.broadcast_to(arrays[2][:, :1], arrays[2].shape)
+    results = reference.flash_attn_func(arrays[1], wide, arrays[3])
+    got = reference.flash_attn_backward(arrays[0], arrays[1], wide, arrays[3], *results)
+    want = reference.flash_attn_backward(arrays[0], arrays[1], wide.copy(), arrays[3], *results)
+    for one, other in zip(got, want, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_given_gradients_of_a_batch() -> None:
+    """Overwritten, not added to; some may be given and others not, by position too."""
+    arrays, dlse = batch(5, 6)
+    want = reference.flash_attn_backward(*arrays, dlse=dlse)
+    for chosen in product((False, True), repeat=3):
+        given = [np.full_like(x, 7.0) if on else None for x, on in zip(arrays[1:4], chosen, strict=True)]
+        got = reference.flash_attn_backward(*arrays, *given, dlse=dlse)
+        for one, target, other in zip(got, given, want, strict=True):
+            np.testing.assert_array_equal(one, other)
+            if target is not None:
+                np.testing.assert_array_equal(target, other)

@@ -1,28 +1,29 @@
-"""`rawmla.reference` against formulas written in other ways, and at its edges."""
+"""`rawmla.reference` of MLA against formulas written in other ways; its surface, and its plans."""
 
+import functools
 import inspect
-import math
+import itertools
 import subprocess
 import sys
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 import rawmla
-from kit import (
-    DenseCase,
-    DenseInputs,
-    SparseCase,
-    SparseInputs,
-    make_dense_inputs,
-    make_sparse_inputs,
-)
+from kit import DenseCase, DenseInputs, SparseCase, SparseInputs, make_dense_inputs, make_sparse_inputs
+from kit.generators import on_numpy
 from rawmla import reference
 from rawmla.reference import _arrays
 
-Arrays = tuple[np.ndarray, np.ndarray]
+torch = pytest.importorskip("torch")
+
+Arrays = tuple[np.ndarray, ...]
+
+
+# ---- dense decoding
 
 CASES = (
     DenseCase(b=3, s_q=1, h_q=4, lengths=(5, 70, 17), page_block_size=16),
@@ -38,35 +39,6 @@ def decode(inputs: DenseInputs, **kwargs: Any) -> Arrays:
     return reference.flash_mla_with_kvcache(
         inputs.q, inputs.k_cache, inputs.block_table, inputs.cache_seqlens, 512, **kwargs
     )
-
-
-def by_loops(inputs: DenseInputs) -> Arrays:
-    """Scalar arithmetic over Python lists, one number at a time."""
-    case = inputs.case
-    out = np.zeros((case.b, case.s_q, case.h_q, 512))
-    lse = np.full((case.b, case.h_q, case.s_q), math.inf)
-    for i, length in enumerate(inputs.lengths):
-        for j in range(case.s_q):
-            last = length - case.s_q + j if case.causal else length - 1
-            for h in range(case.h_q):
-                query = inputs.q[i, j, h].astype(float).tolist()
-                keys = []
-                for t in range(last + 1):
-                    page = inputs.block_table[i][t // case.page_block_size]
-                    row = inputs.k_cache[page][t % case.page_block_size][h * case.h_kv // case.h_q]
-                    keys.append(row.astype(float).tolist())
-                if not keys:
-                    continue
-                scores = [
-                    math.fsum(x * y for x, y in zip(query, key, strict=True)) / math.sqrt(case.d_qk)
-                    for key in keys
-                ]
-                total = math.fsum(math.exp(score) for score in scores)
-                lse[i, h, j] = math.log(total)
-                for column in range(512):
-                    weighted = (math.exp(s) * key[column] for s, key in zip(scores, keys, strict=True))
-                    out[i, j, h, column] = math.fsum(weighted) / total
-    return out, lse
 
 
 def by_einsum(inputs: DenseInputs, scale: float) -> Arrays:
@@ -91,16 +63,6 @@ def by_einsum(inputs: DenseInputs, scale: float) -> Arrays:
     return out, np.where(np.isneginf(lse), np.inf, lse)
 
 
-@pytest.mark.parametrize("case", CASES[:3], ids=lambda case: case.id)
-def test_against_scalar_loops(case: DenseCase) -> None:
-    short = tuple(min(length, 5) for length in case.lengths or ())
-    inputs = make_dense_inputs(replace(case, lengths=short), "numpy")
-    out, lse = decode(inputs)
-    want_out, want_lse = by_loops(inputs)
-    np.testing.assert_allclose(out, want_out, rtol=1e-12, atol=1e-14)
-    np.testing.assert_allclose(lse, want_lse, rtol=1e-12)
-
-
 @pytest.mark.parametrize("scale", (None, 0.3))
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_against_einsum(case: DenseCase, scale: float | None) -> None:
@@ -112,44 +74,6 @@ def test_against_einsum(case: DenseCase, scale: float | None) -> None:
     np.testing.assert_allclose(lse, want_lse, rtol=1e-11)
 
 
-def test_zero_length() -> None:
-    inputs = make_dense_inputs(DenseCase(b=3, s_q=2, h_q=4, lengths=(0, 9, 0)), "numpy")
-    for causal in (False, True):
-        out, lse = decode(inputs, causal=causal)
-        assert not out[[0, 2]].any()
-        assert np.isposinf(lse[[0, 2]]).all()
-        assert np.isfinite(lse[1]).all() and out[1].any()
-
-
-def test_causal_with_fewer_keys_than_query_tokens() -> None:
-    """With 2 keys and 4 query tokens, the first two tokens see nothing, the third one key, the last both."""
-    inputs = make_dense_inputs(DenseCase(b=1, s_q=4, h_q=2, lengths=(2,), causal=True), "numpy")
-    out, lse = decode(inputs)
-    assert not out[0, :2].any() and np.isposinf(lse[0, :, :2]).all()
-    first_page = inputs.k_cache[inputs.block_table[0, 0]].astype(np.float64)
-    np.testing.assert_allclose(out[0, 2], np.repeat(first_page[:1, 0, :512], 2, axis=0), rtol=1e-14)
-    whole_out, whole_lse = decode(inputs, causal=False)
-    np.testing.assert_array_equal(out[0, 3], whole_out[0, 3])
-    np.testing.assert_array_equal(lse[0, :, 3], whole_lse[0, :, 3])
-
-
-def test_visible_tokens() -> None:
-    assert [reference.visible_tokens(10, 3, j, True) for j in range(3)] == [8, 9, 10]
-    assert [reference.visible_tokens(2, 4, j, True) for j in range(4)] == [0, 0, 1, 2]
-    assert [reference.visible_tokens(10, 3, j, False) for j in range(3)] == [10, 10, 10]
-    assert reference.visible_tokens(7, 1, 0, True) == reference.visible_tokens(7, 1, 0, False) == 7
-
-
-def test_lse_is_natural_and_of_scaled_scores() -> None:
-    """Four equal keys: every score is the same, lse = score + ln 4, out = the key."""
-    q = np.full((1, 1, 1, 512), 0.5)
-    k_cache = np.full((1, 16, 1, 512), 0.25)
-    k_cache[0, 4:] = np.nan
-    out, lse = reference.flash_mla_with_kvcache(q, k_cache, [[0]], [4], 512, softmax_scale=0.125)
-    assert lse[0, 0, 0] == pytest.approx(0.125 * 512 * 0.5 * 0.25 + math.log(4), rel=1e-14)
-    np.testing.assert_allclose(out, 0.25, rtol=1e-14)
-
-
 def test_large_scores_do_not_overflow() -> None:
     q = np.full((1, 1, 1, 512), 100.0)
     k_cache = np.full((1, 16, 1, 512), 100.0)
@@ -159,182 +83,49 @@ def test_large_scores_do_not_overflow() -> None:
     np.testing.assert_array_equal(out, 100.0)
 
 
-def test_values_are_the_first_512_columns() -> None:
-    inputs = make_dense_inputs(DenseCase(b=1, h_q=2, lengths=(1,), d_qk=576), "numpy")
-    out, _ = decode(inputs)
-    row = inputs.k_cache[inputs.block_table[0, 0], 0, 0, :512].astype(np.float64)
-    np.testing.assert_array_equal(out[0, 0], np.stack([row, row]))
-
-
-def test_how_the_work_is_split_does_not_matter() -> None:
+def test_what_does_not_matter() -> None:
+    """A plan, strides, and whether out is given."""
     inputs = make_dense_inputs(CASES[0], "numpy")
     want = decode(inputs)
-    got = decode(
-        inputs,
-        tile_scheduler_metadata=np.zeros((3, 8), dtype=np.int32),
-        num_splits=np.zeros(4, dtype=np.int32),
-        enable_batch_invariant=True,
-    )
-    np.testing.assert_array_equal(got[0], want[0])
-    np.testing.assert_array_equal(got[1], want[1])
-
-
-def test_out_receives_the_result() -> None:
-    inputs = make_dense_inputs(CASES[0], "numpy")
+    plan = {"tile_scheduler_metadata": np.zeros((3, 8), np.int32), "num_splits": np.zeros(4, np.int32)}
     given = np.full((3, 1, 4, 512), np.nan, dtype=np.float32)
-    out, _ = decode(inputs, out=given)
-    np.testing.assert_array_equal(given, out.astype(np.float32))
-
-
-def test_strides_do_not_matter() -> None:
-    inputs = make_dense_inputs(CASES[1], "numpy")
-    want = decode(inputs)
-    inputs.q = np.asfortranarray(inputs.q)
-    inputs.k_cache = np.asfortranarray(inputs.k_cache)
-    got = decode(inputs)
-    np.testing.assert_allclose(got[0], want[0], rtol=1e-12, atol=1e-15)
+    got = decode(inputs, **plan, enable_batch_invariant=True, out=given)
+    inputs.q, inputs.k_cache = np.asfortranarray(inputs.q), np.asfortranarray(inputs.k_cache)
+    for one, other, turned in zip(got, want, decode(inputs), strict=True):
+        np.testing.assert_array_equal(one, other)
+        np.testing.assert_allclose(turned, other, rtol=1e-12, atol=1e-15)
+    np.testing.assert_array_equal(given, want[0].astype(np.float32))
 
 
 def test_a_tensor_with_the_negative_bit() -> None:
     """Its memory holds the values with the other sign, which NumPy does not take."""
-    torch = pytest.importorskip("torch")
     numbers = torch.arange(4.0)
     read = _arrays.read(torch._neg_view(numbers), "q")
     np.testing.assert_array_equal(read.values, -numbers.numpy())
 
 
-FUNCTIONS = (
-    "and_masks",
-    "context_attention_fwd",
-    "convert_indices",
-    "create_block_mask",
-    "dequantize_k_cache",
-    "flash_attn_backward",
-    "flash_attn_func",
-    "flash_attn_varlen_backward",
-    "flash_attn_varlen_func",
-    "flash_attn_varlen_kvpacked_func",
-    "flash_attn_varlen_qkvpacked_func",
-    "flash_mla_sparse_fwd",
-    "flash_mla_with_kvcache",
-    "flex_attention",
-    "flex_attention_backward",
-    "gather_kv_cache",
-    "get_mla_metadata",
-    "merge_attn_states",
-    "noop_mask",
-    "or_masks",
-    "quantize_k_cache",
-    "write_kv_cache",
-)
-SECOND_NAMES = {
-    "cu_seqlens_qo": "cu_seqlens_q",
-    "cu_seqlens_kv": "cu_seqlens_k",
-    "max_seqlen_qo": "max_seqlen_q",
-    "max_seqlen_kv": "max_seqlen_k",
-    "learnable_sink": "attn_sink",
-}
-"""Of arguments by keyword; signatures of the reference do not show them."""
-
-
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_same_arguments_as_the_gpu_function(name: str) -> None:
-    """In the same order and of the same kind. The reference may have more of them, and more defaults."""
-    shown = inspect.signature(getattr(rawmla, name)).parameters
-    gpu = {argument: there for argument, there in shown.items() if argument not in SECOND_NAMES}
-    may_be_missing = {SECOND_NAMES[argument] for argument in shown if argument in SECOND_NAMES}
-    own = inspect.signature(getattr(reference, name)).parameters
-    assert [x for x in own if x in gpu] == list(gpu)
-    for argument, there in gpu.items():
-        assert own[argument].kind == there.kind
-        if argument not in may_be_missing:
-            assert there.default in (inspect.Parameter.empty, own[argument].default)
-
-
-def test_every_public_function_has_a_counterpart() -> None:
-    public = {name for name in rawmla.__all__ if inspect.isfunction(getattr(rawmla, name))}
-    compute_nothing = {"warmup", "warmup_call", "install_flash_mla", "uninstall_flash_mla"}
-    compute_nothing |= {"trace_mod", "TracedMod"}
-    assert set(FUNCTIONS) == public - compute_nothing
-    others = {name for name in rawmla.__all__ if not name.endswith("Error")}
-    others -= {"__version__", "compat", "reference", *compute_nothing, *FUNCTIONS}
-    assert others >= {"BlockMask", "FlashMLASchedMeta"} and others <= set(reference.__all__)
-
-
-@pytest.mark.parametrize(
-    "argument", ("attn_sink", "extra_k_cache", "extra_indices_in_kvcache", "topk_length", "extra_topk_length")
-)
-def test_sparse_arguments_need_indices(argument: str) -> None:
-    inputs = make_dense_inputs(CASES[0], "numpy")
-    with pytest.raises(ValueError, match=rf"^{argument}: expected None without indices"):
-        decode(inputs, **{argument: np.ones(3)})
-
-
-def test_dense_decoding_has_no_fp8_cache() -> None:
-    inputs = make_dense_inputs(CASES[0], "numpy")
-    with pytest.raises(NotImplementedError, match="is_fp8_kvcache=True"):
-        decode(inputs, is_fp8_kvcache=True)
-
-
-def test_dense_arguments_that_do_not_fit() -> None:
-    inputs = make_dense_inputs(CASES[1], "numpy")
-    names = ("q", "k_cache", "block_table", "cache_seqlens", "head_dim_v")
-    good = dict(
-        zip(names, (inputs.q, inputs.k_cache, inputs.block_table, inputs.cache_seqlens, 512), strict=True)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_torch_tensors(case: DenseCase) -> None:
+    """Results are those of NumPy, rounded to the dtypes that the GPU function returns."""
+    given = make_dense_inputs(case, "torch", "cpu")
+    rows, splits = reference.get_mla_metadata(
+        given.cache_seqlens, case.s_q * case.h_q // case.h_kv, case.h_kv
     )
-    q, k_cache = inputs.q, inputs.k_cache
-    bad: list[tuple[str, Any, type[Exception], str]] = [
-        ("head_dim_v", 256, ValueError, "head_dim_v: expected 512, got 256"),
-        ("q", q[0], ValueError, r"q: expected shape \[b, s_q, h_q, 576 or 512\], got \[3, 6, 512\]"),
-        ("q", q[..., :500], ValueError, r"q: expected shape \[b, s_q, h_q, 576 or 512\], got"),
-        ("q", q[:, :, :5], ValueError, "q: expected h_q to be a multiple of the h_kv of k_cache"),
-        ("q", q.astype(np.int32), TypeError, "q: expected dtype bfloat16 or float16, got int32"),
-        ("q", None, TypeError, "q: expected a torch CPU tensor or a NumPy array, got NoneType"),
-        (
-            "k_cache",
-            k_cache[0],
-            ValueError,
-            r"k_cache: expected shape \[num_blocks, page_block_size, h_kv, 5",
-        ),
-        ("k_cache", k_cache[..., :500], ValueError, r"k_cache: expected shape .* 512\], got"),
-        ("k_cache", k_cache.view(np.uint16), TypeError, "k_cache: expected dtype bfloat16, got u"),
-        (
-            "block_table",
-            inputs.block_table[:-1],
-            ValueError,
-            r"block_table: expected shape \[4, max_blocks\], got",
-        ),
-        (
-            "block_table",
-            inputs.block_table + 0.5,
-            TypeError,
-            "block_table: expected dtype int32, got float64",
-        ),
-        (
-            "cache_seqlens",
-            [1],
-            ValueError,
-            r"cache_seqlens: expected shape \[4\], got \[1\]",
-        ),
-        ("softmax_scale", 0.0, ValueError, "softmax_scale: expected a finite float32 greater than 0"),
-        ("out", np.zeros((4, 3, 6, 576)), ValueError, r"out: expected shape \[4, 3, 6, 512\], got"),
-        ("out", [0.0], TypeError, "out: expected a torch CPU tensor or a NumPy array, got list"),
-    ]
-    for name, value, error, text in bad:
-        with pytest.raises(error, match="^" + text):
-            reference.flash_mla_with_kvcache(**{**good, name: value})
+    assert rows.dtype == splits.dtype == torch.int32
+    arrays = (given.q, given.k_cache, given.block_table, given.cache_seqlens, 512)
+    out, lse = reference.flash_mla_with_kvcache(*arrays, rows, splits, causal=case.causal)
+    want_out, want_lse = (torch.from_numpy(x) for x in decode(on_numpy(given)))
+    assert torch.equal(out, want_out.to(given.q.dtype)) and torch.equal(lse, want_lse.float())
+
+    buffer = torch.zeros(case.b, case.s_q, case.h_q + 3, 512, dtype=given.q.dtype)
+    target = buffer[:, :, 1:-2]
+    metadata, _ = reference.get_mla_metadata()
+    again, _ = reference.flash_mla_with_kvcache(*arrays, metadata, causal=case.causal, out=target)
+    assert again is target and torch.equal(buffer[:, :, 1:-2], out) and not buffer[:, :, 0].any()
+    assert metadata.tile_scheduler_metadata.dtype == torch.int32
 
 
-def test_pages_outside_the_cache_are_an_error_within_the_length_only() -> None:
-    inputs = make_dense_inputs(DenseCase(b=1, h_q=1, lengths=(64,)), "numpy")
-    decode(inputs)
-    for page in (-1, 2147480000):
-        inputs.block_table[0, 0] = page
-        with pytest.raises(IndexError):
-            decode(inputs)
-
-
-# ---- sparse
+# ---- sparse decoding
 
 SPARSE_SHAPE: dict[str, Any] = {"b": 3, "s_q": 2, "h_q": 5, "s_k": 40, "topk": 33, "page_block_size": 7}
 SPARSE_CASES = (
@@ -367,8 +158,6 @@ def sparse_decode(inputs: SparseInputs, **kwargs: Any) -> Arrays:
 
 def tokens_by_bytes(k_cache: np.ndarray, layout: str, slot: int) -> np.ndarray:
     """One token of a cache, byte after byte, as the description of its layout says."""
-    import ml_dtypes
-
     page = k_cache.shape[1]
     block = np.ascontiguousarray(k_cache[slot // page]).reshape(-1)
     offset = slot % page
@@ -426,31 +215,6 @@ def test_sparse_against_a_sink_column(case: SparseCase, scale: float | None) -> 
     np.testing.assert_allclose(lse, want_lse, rtol=1e-11)
 
 
-def test_sparse_is_dense_attention_over_the_selected_rows() -> None:
-    """All tokens of a request selected, in any order: what dense decoding of the same cache gives."""
-    dense = make_dense_inputs(DenseCase(b=3, s_q=2, h_q=6, lengths=(5, 0, 130), page_block_size=16), "numpy")
-    indices = np.full((3, 2, 131), -1, dtype=np.int32)
-    for i, length in enumerate(dense.lengths):
-        token = np.arange(length)
-        slots = dense.block_table[i, token // 16] * 16 + token % 16
-        indices[i, 0, :length], indices[i, 1, 131 - length :] = slots, slots[::-1]
-    got = reference.flash_mla_with_kvcache(dense.q, dense.k_cache, None, None, 512, indices=indices)
-    want = decode(dense, causal=False)
-    np.testing.assert_allclose(got[0], want[0], rtol=1e-11, atol=1e-14)
-    np.testing.assert_allclose(got[1], want[1], rtol=1e-12)
-
-
-def test_duplicates_count_as_often_as_they_occur() -> None:
-    inputs = make_sparse_inputs(SparseCase(b=1, h_q=2, s_k=20, topk=3, layout="bf16", invalid=0.0), "numpy")
-    first, second = np.unique(inputs.indices)[:2]
-    keys = inputs.k_cache.reshape(-1, 576)[[first, second]].astype(np.float64)
-    inputs.indices = np.array([[[first, first, first, second]]])
-    out, lse = sparse_decode(inputs)
-    weights = np.exp(576**-0.5 * inputs.q[0, 0].astype(np.float64) @ keys.T) * (3, 1)
-    np.testing.assert_allclose(lse[0, :, 0], np.log(weights.sum(axis=1)), rtol=1e-12)
-    np.testing.assert_allclose(out[0, 0], weights / weights.sum(axis=1, keepdims=True) @ keys[:, :512])
-
-
 def test_a_sink_changes_out_alone() -> None:
     inputs = make_sparse_inputs(replace(SPARSE_CASES[2], h_q=4), "numpy")
     out, lse = sparse_decode(inputs)
@@ -463,69 +227,148 @@ def test_a_sink_changes_out_alone() -> None:
     np.testing.assert_allclose(sunk[:, :, 2], out[:, :, 2] * kept[..., None], rtol=1e-12)
 
 
-def test_sparse_combinations_that_mean_nothing() -> None:
-    inputs = make_sparse_inputs(SPARSE_CASES[0], "numpy")
-    bad: dict[str, dict[str, Any]] = {
-        "causal: expected False with indices, got True": {"causal": True},
-        "extra_indices_in_kvcache: expected an array": {"extra_k_cache": inputs.k_cache},
-        "extra_topk_length: expected None without extra_k_cache": {"extra_topk_length": np.ones(3, int)},
-        r"indices: expected shape \[3, 2, topk\], got \[2, 2, 33\]": {"indices": inputs.indices[:2]},
-        r"topk_length: expected shape \[3\], got": {"topk_length": np.ones(4, int)},
-        r"attn_sink: expected shape \[5\]": {"attn_sink": np.ones(4)},
-    }
-    for text, arguments in bad.items():
-        with pytest.raises(ValueError, match="^" + text):
-            sparse_decode(inputs, **arguments)
-    with pytest.raises(TypeError, match="^k_cache: expected dtype bfloat16, got uint"):
-        sparse_decode(inputs, is_fp8_kvcache=False)
-    caches = (
-        (inputs.k_cache[..., :9], ValueError, r"expected shape \[num_blocks, page_block_size, 1, 656\]"),
-        (
-            inputs.k_cache.astype(np.int32),
-            TypeError,
-            "expected dtype float8_e4m3fn or uint8 or int8, got int32",
-        ),
+@pytest.mark.parametrize("case", SPARSE_CASES, ids=lambda case: case.id)
+def test_sparse_torch_tensors(case: SparseCase) -> None:
+    given = make_sparse_inputs(case, "torch", "cpu")
+    want_out, want_lse = (torch.from_numpy(x) for x in sparse_decode(on_numpy(given)))
+    byte_types = (torch.uint8, torch.int8, torch.float8_e4m3fn)
+    for dtype in byte_types if case.layout != "bf16" else (torch.bfloat16,):
+        caches = {"extra_k_cache": given.extra_k_cache.view(dtype)} if case.extra_topk else {}
+        out, lse = reference.flash_mla_with_kvcache(
+            given.q, given.k_cache.view(dtype), None, None, 512, **{**given.keywords(), **caches}
+        )
+        assert torch.equal(out, want_out.bfloat16()) and torch.equal(lse, want_lse.float())
+
+
+# ---- sparse prefill
+
+PREFILL_SHAPE: dict[str, Any] = {
+    "b": 7,
+    "h_q": 5,
+    "s_k": 40,
+    "topk": 33,
+    "page_block_size": 1,
+    "shared": True,
+}
+PREFILL_CASES = (
+    SparseCase(**PREFILL_SHAPE, layout="bf16", d_qk=576),
+    SparseCase(
+        **PREFILL_SHAPE, layout="bf16", d_qk=512, sink=True, lengths="random", empty_rows=0.3, sharp=True
+    ),
+    SparseCase(**PREFILL_SHAPE, layout="bf16", lengths=(0, -4, 100, 33, 32, 1, 2), block_gap=1, index_gap=3),
+    SparseCase(**{**PREFILL_SHAPE, "page_block_size": 7}, layout="v32", sink=True, empty_rows=0.3),
+    SparseCase(**{**PREFILL_SHAPE, "page_block_size": 7}, layout="model1", lengths="random", block_gap=1),
+)
+
+
+def kv_of(inputs: SparseInputs) -> Any:
+    """The kv of a prefill call: rows, or the paged cache."""
+    return inputs.k_cache[:, 0] if inputs.case.layout == "bf16" else inputs.k_cache
+
+
+def prefill(inputs: SparseInputs, scale: float = 0.1, **kwargs: Any) -> tuple[np.ndarray, ...]:
+    """The reference on a case's inputs."""
+    return reference.flash_mla_sparse_fwd(
+        inputs.q[:, 0],
+        kv_of(inputs),
+        inputs.indices,
+        scale,
+        **{
+            "attn_sink": inputs.attn_sink,
+            "topk_length": inputs.topk_length,
+            "is_fp8_kvcache": inputs.case.layout != "bf16",
+            **kwargs,
+        },
     )
-    for k_cache, error, text in caches:
-        with pytest.raises(error, match="^k_cache: " + text):
-            sparse_decode(replace(inputs, k_cache=k_cache))
+
+
+def by_powers_of_two(inputs: SparseInputs, scale: float) -> tuple[np.ndarray, ...]:
+    """The definition in base 2, as it stands in the documentation; keys gathered one by one."""
+    case = inputs.case
+    rows = inputs.k_cache
+    if case.layout != "bf16":
+        rows = reference.dequantize_k_cache(rows, case.layout)
+    rows = rows.reshape(-1, case.width).astype(np.float64)
+    out = np.zeros((case.b, case.h_q, 512))
+    max_logits, lse = np.full((case.b, case.h_q), -np.inf), np.full((case.b, case.h_q), np.inf)
+    for i in range(case.b):
+        counted = case.topk if inputs.topk_length is None else int(inputs.topk_length[i])
+        chosen = [
+            index for index in inputs.indices[i, 0].tolist()[: max(counted, 0)] if 0 <= index < len(rows)
+        ]
+        for h in range(case.h_q if chosen else 0):
+            p = [
+                scale * np.log2(np.e) * float(rows[t] @ inputs.q[i, 0, h].astype(np.float64)) for t in chosen
+            ]
+            max_logits[i, h] = max(p)
+            lse[i, h] = max(p) + np.log2(sum(2.0 ** (x - max(p)) for x in p))
+            out[i, h] = sum(2.0 ** (x - lse[i, h]) * rows[t, :512] for x, t in zip(p, chosen, strict=True))
+            if inputs.attn_sink is not None:
+                sink = float(inputs.attn_sink[h])
+                natural = lse[i, h] * np.log(2.0)
+                out[i, h] *= 0.0 if sink == np.inf else 1.0 / (1.0 + np.exp(sink - natural))
+    return out, max_logits, lse
+
+
+@pytest.mark.parametrize("scale", (0.04, 0.3))
+@pytest.mark.parametrize("case", PREFILL_CASES, ids=lambda case: case.id)
+def test_against_powers_of_two(case: SparseCase, scale: float) -> None:
+    inputs = make_sparse_inputs(case, "numpy")
+    got, want = prefill(inputs, scale), by_powers_of_two(inputs, scale)
+    assert all(x.dtype == np.float64 for x in got) and np.isfinite(got[0]).all() and got[0].any()
+    np.testing.assert_allclose(got[0], want[0], rtol=1e-11, atol=1e-14)
+    np.testing.assert_allclose(got[1], want[1], rtol=1e-11, atol=1e-14)
+    np.testing.assert_allclose(got[2], want[2], rtol=1e-11, atol=1e-14)
+    natural = prefill(inputs, scale, log_base="e", enable_batch_invariant=True)
+    np.testing.assert_array_equal(natural[0], got[0])
+    for one, other in zip(got[1:], natural[1:], strict=True):
+        np.testing.assert_allclose(one * np.log(2.0), other, rtol=1e-14)
+
+
+@pytest.mark.parametrize("case", PREFILL_CASES, ids=lambda case: case.id)
+def test_prefill_torch_tensors(case: SparseCase) -> None:
+    """Results are those of NumPy, rounded to the dtypes that the GPU function returns."""
+    given = make_sparse_inputs(case, "torch", "cpu")
+    got, wanted = prefill(given), prefill(on_numpy(given))
+    for one, want, dtype in zip(got, wanted, (torch.bfloat16, torch.float32, torch.float32), strict=True):
+        assert one.dtype == dtype and torch.equal(one, torch.from_numpy(want).to(dtype))
+    out = torch.zeros_like(got[0])
+    assert prefill(given, out=out)[0] is out and torch.equal(out, got[0])
 
 
 # ---- plans
 
 
-def test_an_empty_plan_is_filled_by_the_first_call() -> None:
-    inputs = make_dense_inputs(CASES[1], "numpy")
-    metadata, num_splits = reference.get_mla_metadata()
+@pytest.mark.parametrize("invariant", (False, True))
+@pytest.mark.parametrize("is_sparse", (False, True))
+def test_an_empty_plan_is_filled_by_the_first_call(is_sparse: bool, invariant: bool) -> None:
+    """The results do not depend on it; later calls use it, or refuse it where it is of another kind."""
+    metadata, num_splits = reference.get_mla_metadata(enable_batch_invariant=invariant)
     assert num_splits is None and not metadata.have_initialized and metadata.config is None
-    out, lse = decode(inputs, tile_scheduler_metadata=metadata)
-    wanted = decode(inputs)
-    np.testing.assert_array_equal(out, wanted[0])
-    np.testing.assert_array_equal(lse, wanted[1])
-    assert metadata.have_initialized and metadata.config.b == 4
-    want = reference.plan(inputs.cache_seqlens, 66)  # 3 tokens of 3 heads are a tile of each of 2 KV heads
+    if is_sparse:
+        sparse = make_sparse_inputs(SPARSE_CASES[4], "numpy")
+        call: Any = functools.partial(sparse_decode, sparse)
+        blocks = reference.sparse_blocks(3, 33, sparse.topk_length, 9, sparse.extra_topk_length)
+        want = reference.plan_blocks(blocks, 66, invariant, 2)
+    else:  # 3 tokens of 3 heads are a tile of each of 2 KV heads
+        dense = make_dense_inputs(CASES[1], "numpy")
+        call = functools.partial(decode, dense, enable_batch_invariant=invariant)
+        want = reference.plan(dense.cache_seqlens, 66, invariant)
+    for got, one in zip(call(tile_scheduler_metadata=metadata), call(), strict=True):
+        np.testing.assert_array_equal(got, one)
+    assert metadata.have_initialized and metadata.config.enable_batch_invariant == invariant
+    assert (metadata.config.topk, metadata.config.extra_topk) == ((33, 9) if is_sparse else (None, None))
     np.testing.assert_array_equal(metadata.tile_scheduler_metadata, want.object_rows)
     np.testing.assert_array_equal(metadata.num_splits, want.num_splits)
-    decode(inputs, tile_scheduler_metadata=metadata)
-
-    with pytest.raises(ValueError, match="^tile_scheduler_metadata: expected a plan for causal = False"):
-        decode(inputs, tile_scheduler_metadata=metadata, causal=False)
-    with pytest.raises(ValueError, match="^tile_scheduler_metadata: .* enable_batch_invariant = True"):
-        decode(inputs, tile_scheduler_metadata=metadata, enable_batch_invariant=True)
-    with pytest.raises(ValueError, match="^num_splits: expected None with a FlashMLASchedMeta"):
-        decode(inputs, tile_scheduler_metadata=metadata, num_splits=metadata.num_splits)
-
-
-def test_an_empty_plan_of_a_sparse_call() -> None:
-    inputs = make_sparse_inputs(SPARSE_CASES[4], "numpy")
-    for invariant in (False, True):
-        metadata, _ = reference.get_mla_metadata(enable_batch_invariant=invariant)
-        sparse_decode(inputs, tile_scheduler_metadata=metadata)
-        blocks = reference.sparse_blocks(3, 33, inputs.topk_length, 9, inputs.extra_topk_length)
-        want = reference.plan_blocks(blocks, 66, invariant, 2)
-        np.testing.assert_array_equal(metadata.tile_scheduler_metadata, want.object_rows)
-        assert metadata.config.enable_batch_invariant == invariant
-        assert (metadata.config.topk, metadata.config.extra_topk) == (33, 9)
+    call(tile_scheduler_metadata=metadata)
+    refused: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"num_splits": metadata.num_splits}, "^num_splits: expected None with a FlashMLASchedMeta"),
+        ({"causal": False}, "^tile_scheduler_metadata: expected a plan for causal = False"),
+        ({"enable_batch_invariant": True}, "^tile_scheduler_metadata: .* enable_batch_invariant = True"),
+    )
+    for changes, text in refused[: 1 if is_sparse else 2 if invariant else 3]:
+        with pytest.raises(ValueError, match=text):
+            call(tile_scheduler_metadata=metadata, **changes)
 
 
 def test_plans_in_arrays_are_checked() -> None:
@@ -543,50 +386,32 @@ def test_plans_in_arrays_are_checked() -> None:
 
 
 def test_plans_are_computed_again_in_place() -> None:
+    """A pair of arrays, or an object; one without arrays gets new ones, and remembers its kind."""
     rows, splits = reference.get_mla_metadata([5000, 70], 128, 1)
     again = reference.get_mla_metadata([3, 9000], num_heads_per_head_k=128, num_heads_k=1, out=(rows, splits))
     assert again[0] is rows and again[1] is splits
     for got, want in zip(again, reference.get_mla_metadata([3, 9000], 128, 1), strict=True):
         np.testing.assert_array_equal(got, want)
-
-    inputs = make_dense_inputs(CASES[0], "numpy")
-    metadata, _ = reference.get_mla_metadata()
-    decode(inputs, tile_scheduler_metadata=metadata)
-    assert reference.get_mla_metadata([9, 1, 700], 4, 1, out=metadata) == (metadata, None)
-    np.testing.assert_array_equal(
-        metadata.tile_scheduler_metadata, reference.plan([9, 1, 700], 132).object_rows
-    )
-
-
-@pytest.mark.parametrize("invariant", (False, True))
-def test_an_object_without_arrays_gets_new_ones(invariant: bool) -> None:
-    """A plan made ahead, which the first call uses. It says what it holds, also when it is computed again."""
     inputs = make_dense_inputs(CASES[0], "numpy")
     metadata = reference.FlashMLASchedMeta()
-    given = reference.get_mla_metadata(
-        inputs.cache_seqlens, 4, 1, out=metadata, enable_batch_invariant=invariant, sm_count=78
-    )
-    assert given == (metadata, None) and not metadata.have_initialized and metadata.config is None
-    rows, splits = metadata.tile_scheduler_metadata, metadata.num_splits
-    want = reference.plan(inputs.cache_seqlens, 78, invariant)
-    np.testing.assert_array_equal(rows, want.object_rows)
-    np.testing.assert_array_equal(splits, want.num_splits)
-    assert metadata.enable_batch_invariant == invariant
+    options: dict[str, Any] = {"out": metadata, "sm_count": 78}
+    assert reference.get_mla_metadata(inputs.cache_seqlens, 4, 1, **options) == (metadata, None)
+    assert not metadata.have_initialized and not metadata.enable_batch_invariant
+    made = metadata.tile_scheduler_metadata
+    np.testing.assert_array_equal(made, reference.plan(inputs.cache_seqlens, 78).object_rows)
     reference.get_mla_metadata([9, 1, 700], 4, 1, out=metadata, enable_batch_invariant=True)
-    assert metadata.tile_scheduler_metadata is rows and metadata.enable_batch_invariant
-    np.testing.assert_array_equal(rows, reference.plan([9, 1, 700], 78, True).object_rows)
+    assert metadata.tile_scheduler_metadata is made and metadata.enable_batch_invariant
+    np.testing.assert_array_equal(made, reference.plan([9, 1, 700], 78, True).object_rows)
     decode(inputs, tile_scheduler_metadata=metadata)
-    assert metadata.tile_scheduler_metadata is rows and metadata.config.enable_batch_invariant
+    assert metadata.tile_scheduler_metadata is made and metadata.config.enable_batch_invariant
 
 
 def test_an_object_keeps_the_kind_of_its_call() -> None:
     """As `rawmla.get_mla_metadata`: topk in blocks of 64, and whether it is batch-invariant."""
-    inputs = make_sparse_inputs(SPARSE_CASES[4], "numpy")
-    sparse, _ = reference.get_mla_metadata()
-    sparse_decode(inputs, tile_scheduler_metadata=sparse)
-    assert reference.get_mla_metadata([0, 0, 0], 4, 1, topk=128, out=sparse) == (sparse, None)
-    dense, _ = reference.get_mla_metadata()
+    sparse, dense = (reference.get_mla_metadata()[0] for _ in range(2))
+    sparse_decode(make_sparse_inputs(SPARSE_CASES[4], "numpy"), tile_scheduler_metadata=sparse)
     decode(make_dense_inputs(CASES[0], "numpy"), tile_scheduler_metadata=dense)
+    assert reference.get_mla_metadata([0, 0, 0], 4, 1, topk=128, out=sparse) == (sparse, None)
     wanted = "topk: expected an int of 2 blocks of 64, such as 128, as in the decode call which filled out"
     bad: tuple[tuple[Any, dict[str, Any], str], ...] = (
         (sparse, {"topk": 64}, f"{wanted}, got 64"),
@@ -601,111 +426,59 @@ def test_an_object_keeps_the_kind_of_its_call() -> None:
         np.testing.assert_array_equal(metadata.tile_scheduler_metadata, rows)
 
 
-def test_bad_arguments_of_get_mla_metadata() -> None:
-    bad: list[tuple[dict[str, Any], type[Exception], str]] = [
-        ({"cache_seqlens": [[1]]}, ValueError, r"cache_seqlens: expected shape \[b\], got \[1, 1\]"),
-        ({"cache_seqlens": [0.5]}, TypeError, "cache_seqlens: expected dtype int32, got float64"),
-        ({"num_heads_q": 3}, ValueError, "num_heads_q: expected a multiple of num_heads_k"),
-        ({"topk": 64, "num_heads_k": 2}, ValueError, "num_heads_k: expected 1 with topk, got 2"),
-        ({"is_fp8_kvcache": True}, NotImplementedError, "is_fp8_kvcache=True"),
-        ({"num_heads_per_head_k": 4}, TypeError, "num_heads_per_head_k: expected None when"),
-        ({"out": 3}, TypeError, "out: expected a pair"),
-        (
-            {"out": reference.FlashMLASchedMeta(num_splits=np.zeros(2, np.int32))},
-            ValueError,
-            "out: expected a FlashMLASchedMeta with both arrays or none, got one array",
-        ),
-    ]
-    good = {"cache_seqlens": [5], "num_q_tokens_per_head_k": 16, "num_heads_k": 1}
-    for arguments, error, text in bad:
-        with pytest.raises(error, match="^" + text):
-            reference.get_mla_metadata(**{**good, **arguments})
+def test_blocks_and_parts_of_sparse_requests() -> None:
+    """A plan of sparse requests is one of blocks; the lengths that are given do not matter."""
+    blocks = reference.sparse_blocks
+    assert blocks(3, 64).tolist() == [1, 1, 1] and blocks(2, 65, extra_topk=1).tolist() == [3, 3]
+    assert blocks(6, 130, [-7, 0, 1, 64, 129, 4000]).tolist() == [1, 1, 1, 1, 3, 3]
+    assert blocks(3, 130, [0, 0, 65], 200, [0, 1, 1000]).tolist() == [1, 1, 6]
+    assert blocks(2, 64, None, 64, [0, 64]).tolist() == [1, 2]
+    for parts, invariant in itertools.product((1, 3, 40), (False, True)):
+        of_blocks = reference.plan_blocks([1, 1, 1, 2, 63, 3], parts, invariant)
+        of_lengths = reference.plan([0, 1, 64, 65, 4000, 130], parts, invariant)
+        assert all(np.array_equal(a, b) for a, b in zip(of_blocks, of_lengths, strict=True))
+    want = reference.plan_blocks([33] * 5, 33)  # 2 query tokens of 128 heads are 4 tiles: 33 parts of 132
+    for lengths in ([0] * 5, [9999] * 5):
+        rows, num_splits = reference.get_mla_metadata(lengths, 256, 1, 128, True, 2050)
+        np.testing.assert_array_equal(rows, want.tensor_rows)
+        np.testing.assert_array_equal(num_splits, want.num_splits)
+    assert len(reference.get_mla_metadata([1], 8, 1, topk=64)[0]) == 132
+    assert reference.sparse_num_parts(2, 65) == 33 and reference.sparse_num_parts(1, 1, sm_count=78) == 78
+    assert reference.sparse_num_parts(65536, 8) == 1
 
 
-# ---- torch
+# ---- the surface
+
+NAMES = {
+    "cu_seqlens_qo": "cu_seqlens_q",
+    "cu_seqlens_kv": "cu_seqlens_k",
+    "max_seqlen_qo": "max_seqlen_q",
+    "max_seqlen_kv": "max_seqlen_k",
+    "learnable_sink": "attn_sink",
+}
+"""Second names of arguments by keyword; signatures of the reference do not show them."""
+WITHOUT_NUMBERS = {"warmup", "warmup_call", "install_flash_mla", "uninstall_flash_mla", "trace_mod"}
+FUNCTIONS = {name for name in rawmla.__all__ if inspect.isfunction(getattr(rawmla, name))} - WITHOUT_NUMBERS
 
 
-def on_numpy(inputs: Any) -> Any:
-    """Inputs of torch CPU tensors as NumPy arrays, bf16 and fp16 as float64."""
-    moved = {}
-    for field in fields(inputs):
-        array = getattr(inputs, field.name)
-        if hasattr(array, "element_size"):
-            moved[field.name] = array.double().numpy() if array.element_size() == 2 else array.numpy()
-    return replace(inputs, **moved)
+@pytest.mark.parametrize("name", sorted(FUNCTIONS))
+def test_same_arguments_as_the_gpu_function(name: str) -> None:
+    """In the same order and of the same kind. The reference may have more of them, and more defaults."""
+    shown = inspect.signature(getattr(rawmla, name)).parameters
+    gpu = {argument: there for argument, there in shown.items() if argument not in NAMES}
+    may_be_missing = {NAMES[argument] for argument in shown if argument in NAMES}
+    own = inspect.signature(getattr(reference, name)).parameters
+    assert [x for x in own if x in gpu] == list(gpu)
+    for argument, there in gpu.items():
+        assert own[argument].kind == there.kind
+        if argument not in may_be_missing:
+            assert there.default in (inspect.Parameter.empty, own[argument].default)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_torch_tensors(case: DenseCase) -> None:
-    """Results are those of NumPy, rounded to the dtypes that the GPU function returns."""
-    torch = pytest.importorskip("torch")
-    given = make_dense_inputs(case, "torch", "cpu")
-    rows, splits = reference.get_mla_metadata(
-        given.cache_seqlens, case.s_q * case.h_q // case.h_kv, case.h_kv
-    )
-    assert rows.dtype == splits.dtype == torch.int32
-    arrays = (given.q, given.k_cache, given.block_table, given.cache_seqlens, 512)
-    out, lse = reference.flash_mla_with_kvcache(*arrays, rows, splits, causal=case.causal)
-    want_out, want_lse = (torch.from_numpy(x) for x in decode(on_numpy(given)))
-    assert torch.equal(out, want_out.to(given.q.dtype)) and torch.equal(lse, want_lse.float())
-
-    buffer = torch.zeros(case.b, case.s_q, case.h_q + 3, 512, dtype=given.q.dtype)
-    target = buffer[:, :, 1:-2]
-    metadata, _ = reference.get_mla_metadata()
-    again, _ = reference.flash_mla_with_kvcache(*arrays, metadata, causal=case.causal, out=target)
-    assert again is target and torch.equal(buffer[:, :, 1:-2], out) and not buffer[:, :, 0].any()
-    assert metadata.tile_scheduler_metadata.dtype == torch.int32
-
-
-@pytest.mark.parametrize("case", SPARSE_CASES, ids=lambda case: case.id)
-def test_sparse_torch_tensors(case: SparseCase) -> None:
-    torch = pytest.importorskip("torch")
-    given = make_sparse_inputs(case, "torch", "cpu")
-    want_out, want_lse = (torch.from_numpy(x) for x in sparse_decode(on_numpy(given)))
-    byte_types = (torch.uint8, torch.int8, torch.float8_e4m3fn)
-    for dtype in byte_types if case.layout != "bf16" else (torch.bfloat16,):
-        caches = {"extra_k_cache": given.extra_k_cache.view(dtype)} if case.extra_topk else {}
-        out, lse = reference.flash_mla_with_kvcache(
-            given.q, given.k_cache.view(dtype), None, None, 512, **{**given.keywords(), **caches}
-        )
-        assert torch.equal(out, want_out.bfloat16()) and torch.equal(lse, want_lse.float())
-
-
-def test_torch_dtypes_are_those_of_the_gpu_function() -> None:
-    torch = pytest.importorskip("torch")
-    inputs = make_dense_inputs(CASES[0], "torch", "cpu")
-    names = ("q", "k_cache", "block_table", "cache_seqlens")
-    good = {name: getattr(inputs, name) for name in names}
-    bad: list[tuple[str, Any, type[Exception], str]] = [
-        ("q", inputs.q.float(), TypeError, "q: expected dtype bfloat16 or float16, got float32"),
-        (
-            "k_cache",
-            inputs.k_cache.half(),
-            TypeError,
-            "k_cache: expected dtype bfloat16, got float16",
-        ),
-        ("block_table", inputs.block_table.long(), TypeError, "block_table: expected dtype int32, got int64"),
-        (
-            "cache_seqlens",
-            inputs.cache_seqlens.long(),
-            TypeError,
-            "cache_seqlens: expected dtype int32, got i",
-        ),
-        ("out", torch.zeros(3, 1, 4, 512), TypeError, "out: expected dtype bfloat16, got float32"),
-        ("q", inputs.q.to("meta"), ValueError, "q: expected a tensor in CPU memory, got a torch tensor on d"),
-        ("q", inputs.q.to_sparse(), TypeError, "q: expected a dense torch tensor with memory, got Tensor"),
-        (
-            "q",
-            inputs.q.clone().requires_grad_(),
-            ValueError,
-            "q: expected a tensor that does not require grad",
-        ),
-    ]
-    for name, value, error, text in bad:
-        with pytest.raises(error, match="^" + text):
-            reference.flash_mla_with_kvcache(**{**good, name: value})
-    with torch.no_grad():
-        reference.flash_mla_with_kvcache(**{**good, "q": inputs.q.clone().requires_grad_()})
+def test_every_public_name_has_a_counterpart() -> None:
+    others = {name for name in rawmla.__all__ if not name.endswith("Error")}
+    others -= {"__version__", "compat", "reference", "TracedMod", *WITHOUT_NUMBERS}
+    assert others >= {"BlockMask", "FlashMLASchedMeta"} and others <= set(reference.__all__)
 
 
 def test_torch_is_not_imported_for_others() -> None:
@@ -715,39 +488,3 @@ def test_torch_is_not_imported_for_others() -> None:
         "print({'torch', 'cupy', 'ml_dtypes'} & set(sys.modules))"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "set()"
-
-
-# ---- blocks of sparse requests
-
-
-def test_blocks_of_sparse_requests() -> None:
-    blocks = reference.sparse_blocks
-    assert blocks(3, 64).tolist() == [1, 1, 1]
-    assert blocks(2, 65, extra_topk=1).tolist() == [3, 3]
-    assert blocks(6, 130, [-7, 0, 1, 64, 129, 4000]).tolist() == [1, 1, 1, 1, 3, 3]
-    assert blocks(3, 130, [0, 0, 65], 200, [0, 1, 1000]).tolist() == [1, 1, 6]
-    assert blocks(2, 64, None, 64, [0, 64]).tolist() == [1, 2]
-
-
-def test_plans_of_blocks_and_of_lengths_agree() -> None:
-    lengths = [0, 1, 64, 65, 4000, 130]
-    blocks = [1, 1, 1, 2, 63, 3]
-    for parts in (1, 3, 40):
-        for invariant in (False, True):
-            got, want = (
-                reference.plan_blocks(blocks, parts, invariant),
-                reference.plan(lengths, parts, invariant),
-            )
-            assert all(np.array_equal(a, b) for a, b in zip(got, want, strict=True))
-
-
-def test_sparse_metadata() -> None:
-    """2 query tokens of 128 heads are 4 tiles: 33 parts of 132; the lengths do not matter."""
-    for lengths in ([0] * 5, [9999] * 5):
-        rows, num_splits = reference.get_mla_metadata(lengths, 256, 1, 128, True, 2050)
-        want = reference.plan_blocks([33] * 5, 33)
-        np.testing.assert_array_equal(rows, want.tensor_rows)
-        np.testing.assert_array_equal(num_splits, want.num_splits)
-    assert len(reference.get_mla_metadata([1], 8, 1, topk=64)[0]) == 132
-    assert reference.sparse_num_parts(2, 65) == 33 and reference.sparse_num_parts(1, 1, sm_count=78) == 78
-    assert reference.sparse_num_parts(65536, 8) == 1

@@ -8,7 +8,7 @@ refers to and the gap between pages hold NaN (or Inf), block_table entries past 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -126,25 +126,47 @@ class _Pages:
 
 
 def make_dense_inputs(case: DenseCase, framework: str = "torch", device: Any = "cuda") -> DenseInputs:
-    """Inputs for `case` in the arrays of `framework`: "torch" (built on `device`), "numpy" or "cupy".
+    """Inputs for `case` in the arrays of `framework`: "torch" (built on `device`) or "numpy".
 
     q is normal, clamped to [-1, 1]; the cache is normal with deviation 0.1; pages are in random order and a
-    few of them are not referred to. One seed gives one set of values per framework and device.
+    few of them are not referred to. One seed gives one set of values per device.
     """
     lengths = case.request_lengths()
     pages = _assign_pages(case, lengths)
-    if framework == "torch":
-        q, k_cache = _torch_values(case, pages, device)
-        place = _to_torch(device)
-    elif framework in ("numpy", "cupy"):
-        q, k_cache = _numpy_values(case, pages)
-        place = _to_cupy if framework == "cupy" else np.asarray
-        q, k_cache = place(q), place(k_cache)
-    else:
-        raise ValueError(f"`framework`: expected 'torch', 'numpy' or 'cupy', got {framework!r}")
-    block_table = place(pages.block_table)[:, : pages.width]
-    k_cache = k_cache[:, : case.page_block_size]
-    return DenseInputs(case, q, k_cache, block_table, place(np.array(lengths, dtype=np.int32)), lengths)
+    place = _to_torch(device if framework == "torch" else "cpu")
+    q, k_cache = _values(case, pages, device if framework == "torch" else "cpu")
+    return DenseInputs(
+        case=case,
+        q=as_framework(q, framework),
+        k_cache=as_framework(k_cache[:, : case.page_block_size], framework),
+        block_table=as_framework(place(pages.block_table)[:, : pages.width], framework),
+        cache_seqlens=as_framework(place(np.array(lengths, dtype=np.int32)), framework),
+        lengths=lengths,
+    )
+
+
+def as_framework(tensor: Any, framework: str) -> Any:
+    """A tensor as it is, or one of the CPU as a NumPy array, with the same strides; None stays None."""
+    if framework == "torch" or tensor is None:
+        return tensor
+    if framework != "numpy":
+        raise ValueError(f"`framework`: expected 'torch' or 'numpy', got {framework!r}")
+    import ml_dtypes
+    import torch
+
+    if tensor.dtype != torch.bfloat16:
+        return tensor.numpy()
+    return tensor.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+
+
+def on_numpy(inputs: Any) -> Any:
+    """Inputs of torch CPU tensors as NumPy arrays, bf16 and fp16 as float64."""
+    moved = {}
+    for field in fields(inputs):
+        array = getattr(inputs, field.name)
+        if hasattr(array, "element_size"):
+            moved[field.name] = array.double().numpy() if array.element_size() == 2 else array.numpy()
+    return replace(inputs, **moved)
 
 
 COPIED_AT_A_TIME = 1 << 26
@@ -212,35 +234,12 @@ def _cache_shape(case: DenseCase, pages: _Pages) -> tuple[int, int, int, int]:
     return (pages.num_blocks, case.page_block_size + case.block_gap, case.h_kv, case.d_qk)
 
 
-def _poison(case: DenseCase, pages: _Pages, k_cache: Any, index: Any) -> None:
-    """Overwrite what nobody may read; `index` turns a NumPy index array into one of the cache's framework."""
-    value = _POISON[case.poison]
-    if value is None:
-        return
-    k_cache[index(pages.unused)] = value
-    k_cache[index(pages.tail_pages), index(pages.tail_rows)] = value
-    k_cache[:, case.page_block_size :] = value
-
-
-def sharp_rows(case: Any, xp: Any, **where: Any) -> Any:
+def sharp_rows(case: Any, device: Any) -> Any:
     """True for the query rows to scale up, `[b, s_q, h_q, 1]`."""
-    i, j, h = xp.arange(case.b, **where), xp.arange(case.s_q, **where), xp.arange(case.h_q, **where)
+    import torch
+
+    i, j, h = (torch.arange(n, device=device) for n in (case.b, case.s_q, case.h_q))
     return ((i[:, None, None, None] + j[None, :, None, None] + h[None, None, :, None]) % 2) == 0
-
-
-def _numpy_values(case: DenseCase, pages: _Pages) -> tuple[NDArray[Any], NDArray[Any]]:
-    import ml_dtypes
-
-    dtype = np.dtype(ml_dtypes.bfloat16) if case.dtype == "bfloat16" else np.dtype(np.float16)
-    draw = np.random.default_rng([case.seed, 1])
-    q = draw.standard_normal((case.b, case.s_q, case.h_q, case.d_qk), dtype=np.float32).clip(-1.0, 1.0)
-    if case.sharp:
-        q = np.where(sharp_rows(case, np), q * SHARP_FACTOR, q)
-    k_cache = (draw.standard_normal(_cache_shape(case, pages), dtype=np.float32) * np.float32(0.1)).astype(
-        dtype
-    )
-    _poison(case, pages, k_cache, lambda index: index)
-    return q.astype(dtype), k_cache
 
 
 def _torch_empty_cache(case: DenseCase, pages: _Pages, device: Any) -> Any:
@@ -249,15 +248,20 @@ def _torch_empty_cache(case: DenseCase, pages: _Pages, device: Any) -> Any:
     return torch.empty(_cache_shape(case, pages), dtype=getattr(torch, case.dtype), device=device)
 
 
-def _torch_values(case: DenseCase, pages: _Pages, device: Any) -> tuple[Any, Any]:
+def _values(case: DenseCase, pages: _Pages, device: Any) -> tuple[Any, Any]:
+    """q and the cache, poison where nobody may read."""
     import torch
 
     draw = torch.Generator(device=device).manual_seed(case.seed)
     q = torch.randn(case.b, case.s_q, case.h_q, case.d_qk, generator=draw, device=device).clamp_(-1.0, 1.0)
     if case.sharp:
-        q = torch.where(sharp_rows(case, torch, device=device), q * SHARP_FACTOR, q)
+        q = torch.where(sharp_rows(case, device), q * SHARP_FACTOR, q)
     k_cache = _torch_empty_cache(case, pages, device).normal_(0.0, 0.1, generator=draw)
-    _poison(case, pages, k_cache, _to_torch(device))
+    poison, place = _POISON[case.poison], _to_torch(device)
+    if poison is not None:
+        k_cache[place(pages.unused)] = poison
+        k_cache[place(pages.tail_pages), place(pages.tail_rows)] = poison
+        k_cache[:, case.page_block_size :] = poison
     return q.to(k_cache.dtype), k_cache
 
 
@@ -265,9 +269,3 @@ def _to_torch(device: Any) -> Any:
     import torch
 
     return lambda array: torch.from_numpy(array).to(device)
-
-
-def _to_cupy(array: NDArray[Any]) -> Any:
-    import cupy
-
-    return cupy.asarray(array)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .generators import SHARP_FACTOR, sharp_rows
+from .generators import SHARP_FACTOR, as_framework, sharp_rows
 
 INT_MIN = -(2**31)
 INT_MAX = 2**31 - 1
@@ -203,50 +203,37 @@ class _Selection:
 
 
 def make_sparse_inputs(case: SparseCase, framework: str = "torch", device: Any = "cuda") -> SparseInputs:
-    """Inputs for `case` in the arrays of `framework`: "torch" (built on `device`), "numpy" or "cupy".
+    """Inputs for `case` in the arrays of `framework`: "torch" (built on `device`) or "numpy".
 
     q is normal, clamped to [-1, 1], in bfloat16; keys are normal with deviation 0.1, quantised as an engine
-    does it. One seed gives one set of values per framework and device; indices are the same for all.
+    does it. One seed gives one set of values per device; indices are the same for all.
     """
-    if framework == "torch":
-        kit: _NumpyKit = _TorchKit(case.seed, device)
-    elif framework == "cupy":
-        kit = _CupyKit(case.seed)
-    elif framework == "numpy":
-        kit = _NumpyKit(case.seed)
-    else:
-        raise ValueError(f"`framework`: expected 'torch', 'numpy' or 'cupy', got {framework!r}")
+    device = device if framework == "torch" else "cpu"
+    build = _Builder(case, device)
     draw = np.random.default_rng([case.seed, 2])
     main = _select(case, draw, case.s_k, case.topk, case.page_block_size, case.lengths)
     extra = None
     if case.extra_topk:
-        extra = _select(
-            case, draw, case.extra_s_k, case.extra_topk, case.extra_page_block_size, case.extra_lengths
-        )
-    place = kit.finish if framework == "cupy" else kit.place
-    inputs = SparseInputs(
-        case=case,
-        q=kit.finish(_queries(case, kit)),
-        k_cache=_fill_cache(case, kit, main.num_blocks, case.page_block_size, main.live),
-        indices=place(main.indices)[..., : case.topk],
-    )
-    if main.lengths is not None:
-        inputs.topk_length = place(main.lengths)
+        sizes = case.extra_s_k, case.extra_topk, case.extra_page_block_size
+        extra = _select(case, draw, *sizes, case.extra_lengths)
+    found = {
+        "q": build.queries(),
+        "k_cache": build.cache(main.num_blocks, case.page_block_size, main.live),
+        "indices": build.place(main.indices)[..., : case.topk],
+        "topk_length": build.place(main.lengths),
+    }
     if extra is not None:
-        inputs.extra_k_cache = _fill_cache(
-            case, kit, extra.num_blocks, case.extra_page_block_size, extra.live
-        )
-        inputs.extra_indices = place(extra.indices)[..., : case.extra_topk]
-        if extra.lengths is not None:
-            inputs.extra_topk_length = place(extra.lengths)
+        found["extra_k_cache"] = build.cache(extra.num_blocks, case.extra_page_block_size, extra.live)
+        found["extra_indices"] = build.place(extra.indices)[..., : case.extra_topk]
+        found["extra_topk_length"] = build.place(extra.lengths)
     if case.sink:
-        inputs.attn_sink = place(_sinks(case.h_q, draw))
-    return inputs
+        found["attn_sink"] = build.place(_sinks(case.h_q, draw))
+    return SparseInputs(case, **{name: as_framework(x, framework) for name, x in found.items()})
 
 
 def block_fields(k_cache: Any, form: RowFormat) -> tuple[Any, Any]:
     """The bytes of a cache's rows `[num_blocks, page_block_size, row_bytes]` and, where the format has them,
-    of its tails `[num_blocks, page_block_size, tail_bytes]`, as views (torch, NumPy, CuPy).
+    of its tails `[num_blocks, page_block_size, tail_bytes]`, as views (torch, NumPy).
     """
     num_blocks, page = k_cache.shape[:2]
     blocks = _strided(k_cache, (num_blocks, page * form.token_bytes))
@@ -263,13 +250,9 @@ def _strided(array: Any, shape: tuple[int, ...]) -> Any:
     inner = [1]
     for extent in reversed(shape[2:]):
         inner.insert(0, inner[0] * extent)
-    if hasattr(array, "as_strided"):
-        return array.as_strided(shape, (array.stride(0), *inner), array.storage_offset())
     if isinstance(array, np.ndarray):
         return np.lib.stride_tricks.as_strided(array, shape, (array.strides[0], *inner))
-    import cupy
-
-    return cupy.lib.stride_tricks.as_strided(array, shape, (array.strides[0], *inner))
+    return array.as_strided(shape, (array.stride(0), *inner), array.storage_offset())
 
 
 # ---- which slots
@@ -347,133 +330,79 @@ def _sinks(h_q: int, draw: np.random.Generator) -> NDArray[np.float32]:
 # ---- what is in them
 
 
-class _NumpyKit:
-    """What building a cache needs of NumPy."""
-
-    def __init__(self, seed: int) -> None:
-        import ml_dtypes
-
-        self.draw = np.random.default_rng([seed, 3])
-        self.dtypes: dict[str, Any] = {
-            "e4m3": ml_dtypes.float8_e4m3fn,
-            "bfloat16": ml_dtypes.bfloat16,
-            "float32": np.float32,
-        }
-
-    def place(self, array: NDArray[Any]) -> Any:
-        """The array where caches are built."""
-        return array
-
-    def finish(self, array: Any) -> Any:
-        """A built array where the inputs live."""
-        return array
-
-    def bytes(self, shape: tuple[int, ...]) -> Any:
-        """Uninitialised bytes."""
-        return np.empty(shape, dtype=np.uint8)
-
-    def normal(self, shape: tuple[int, ...], deviation: float) -> Any:
-        """float32, normal."""
-        return self.draw.standard_normal(shape, dtype=np.float32) * np.float32(deviation)
-
-    def clip(self, array: Any) -> Any:
-        """The array, limited to [-1, 1] in place."""
-        return array.clip(-1.0, 1.0, out=array)
-
-    def largest(self, array: Any) -> Any:
-        """Maximum over the last dimension."""
-        return array.max(-1)
-
-    def as_bytes(self, array: Any, kind: str) -> Any:
-        """float32 rounded to `kind` ("e4m3", "bfloat16", "float32"), as the bytes of its last dimension."""
-        return np.ascontiguousarray(array).astype(self.dtypes[kind]).view(np.uint8)
-
-    def view(self, array: Any, kind: str) -> Any:
-        """Bytes seen as `kind`."""
-        return array.view(self.dtypes[kind])
-
-
-class _CupyKit(_NumpyKit):
-    """Builds on the host."""
-
-    def finish(self, array: Any) -> Any:
-        import cupy
-
-        return cupy.asarray(array)
-
-
-class _TorchKit(_NumpyKit):
-    """The same with torch on a device."""
-
-    def __init__(self, seed: int, device: Any) -> None:
-        import torch
-
-        self.torch = torch
-        self.device = device
-        self.generator = torch.Generator(device=device).manual_seed(seed)
-        self.dtypes = {
-            "e4m3": torch.float8_e4m3fn,
-            "bfloat16": torch.bfloat16,
-            "float32": torch.float32,
-        }
-
-    def place(self, array: NDArray[Any]) -> Any:
-        return self.torch.from_numpy(array).to(self.device)
-
-    def bytes(self, shape: tuple[int, ...]) -> Any:
-        return self.torch.empty(shape, dtype=self.torch.uint8, device=self.device)
-
-    def normal(self, shape: tuple[int, ...], deviation: float) -> Any:
-        return self.torch.empty(shape, device=self.device).normal_(0.0, deviation, generator=self.generator)
-
-    def clip(self, array: Any) -> Any:
-        return array.clip_(-1.0, 1.0)
-
-    def largest(self, array: Any) -> Any:
-        return array.amax(-1)
-
-    def as_bytes(self, array: Any, kind: str) -> Any:
-        return array.contiguous().to(self.dtypes[kind]).view(self.torch.uint8)
-
-
-def _queries(case: SparseCase, kit: _NumpyKit) -> Any:
-    q = kit.clip(kit.normal((case.b, case.s_q, case.h_q, case.width), 1.0))
-    if case.sharp:
-        factor = np.where(sharp_rows(case, np), np.float32(SHARP_FACTOR), np.float32(1.0))
-        q *= kit.place(factor)
-    return kit.view(kit.as_bytes(q, "bfloat16"), "bfloat16")
-
-
 LIVE_AT_A_TIME = 1 << 18
-"""Tokens quantised at a time, which bounds the memory that building a cache takes."""
+"""Tokens that are quantised at a time, which bounds the memory that this takes."""
 
 
 def make_cache(case: SparseCase, num_blocks: int, page_block_size: int, device: Any) -> Any:
-    """A torch cache in the layout of a case, every slot of which holds a token."""
-    kit = _TorchKit(case.seed, device)
-    return _fill_cache(case, kit, num_blocks, page_block_size, np.arange(num_blocks * page_block_size))
+    """A cache without poison, all of whose slots are tokens: torch, for benchmarks."""
+    return _Builder(case, device).cache(num_blocks, page_block_size, np.arange(num_blocks * page_block_size))
 
 
-def _fill_cache(
-    case: SparseCase, kit: _NumpyKit, num_blocks: int, page: int, slots: NDArray[np.int64]
-) -> Any:
-    """A cache of poison, but for the given slots."""
-    form = case.format
-    stride = block_stride(case, page)
-    storage = kit.bytes((num_blocks, stride))
-    storage[...] = kit.place(_poison_pattern(case, page, stride))
-    shape = (num_blocks, page, 1, form.token_bytes)
-    k_cache = _strided(storage, shape)
-    rows, tails = block_fields(k_cache, form)
-    for start in range(0, len(slots), LIVE_AT_A_TIME):
-        live = slots[start : start + LIVE_AT_A_TIME]
-        place = kit.place(live // page), kit.place(live % page)
-        tokens, scales = _quantise(case, kit, kit.normal((len(live), form.d_qk), 0.1))
-        rows[place] = tokens
-        if tails is not None:
-            tails[..., : form.scales][place] = scales
-    k_cache = _strided(kit.finish(storage), shape)
-    return kit.view(k_cache, "bfloat16") if case.layout == "bf16" else k_cache
+class _Builder:
+    """Builds the arrays of a case with torch on a device."""
+
+    def __init__(self, case: SparseCase, device: Any) -> None:
+        import torch
+
+        self.case, self.device, self.torch = case, device, torch
+        self._draw = torch.Generator(device=device).manual_seed(case.seed)
+
+    def place(self, array: NDArray[Any] | None) -> Any:
+        """An array of the host on the device; None stays None."""
+        return None if array is None else self.torch.from_numpy(array).to(self.device)
+
+    def _normal(self, shape: tuple[int, ...], deviation: float) -> Any:
+        return self.torch.empty(shape, device=self.device).normal_(0.0, deviation, generator=self._draw)
+
+    def _bytes(self, values: Any, dtype: Any) -> Any:
+        """float32 rounded to a dtype, as the bytes of its last dimension."""
+        return values.contiguous().to(dtype).view(self.torch.uint8)
+
+    def queries(self) -> Any:
+        case = self.case
+        q = self._normal((case.b, case.s_q, case.h_q, case.width), 1.0).clamp_(-1.0, 1.0)
+        if case.sharp:
+            q = self.torch.where(sharp_rows(case, self.device), q * SHARP_FACTOR, q)
+        return q.bfloat16()
+
+    def cache(self, num_blocks: int, page: int, slots: NDArray[np.int64]) -> Any:
+        """A cache of poison, but for the given slots."""
+        case, torch = self.case, self.torch
+        form = case.format
+        storage = self.place(_poison_pattern(case, page, block_stride(case, page))).repeat(num_blocks, 1)
+        k_cache = _strided(storage, (num_blocks, page, 1, form.token_bytes))
+        rows, tails = block_fields(k_cache, form)
+        for start in range(0, len(slots), LIVE_AT_A_TIME):
+            live = slots[start : start + LIVE_AT_A_TIME]
+            at = self.place(live // page), self.place(live % page)
+            tokens, scales = self._quantise(self._normal((len(live), form.d_qk), 0.1))
+            rows[at] = tokens
+            if tails is not None:
+                tails[..., : form.scales][at] = scales
+        return k_cache.view(torch.bfloat16) if case.layout == "bf16" else k_cache
+
+    def _quantise(self, tokens: Any) -> tuple[Any, Any]:
+        """Rows `[n, row_bytes]` and, of "model1", scales `[n, 7]` of float32 tokens `[n, d_qk]`."""
+        form, torch = self.case.format, self.torch
+        rows = torch.empty(len(tokens), form.row_bytes, dtype=torch.uint8, device=self.device)
+        rows[:, form.rope_offset :][:, : 2 * form.rope] = self._bytes(
+            tokens[:, form.values :], torch.bfloat16
+        )
+        if not form.values:
+            return rows, None
+        tiles = tokens[:, : form.values].unflatten(-1, (form.scales, form.tile))
+        scale = tiles.abs().amax(-1) / 448.0
+        exponents = None
+        if self.case.layout == "model1" or self.case.power_of_two_scales:
+            exponents = torch.frexp(scale).exponent  # scales are no powers of two, which would be doubled
+            scale = torch.ldexp(torch.ones_like(scale), exponents)
+            exponents = (exponents + 127).to(torch.uint8)
+        values = (tiles / scale[..., None]).flatten(-2)
+        rows[:, : form.values] = self._bytes(values, torch.float8_e4m3fn)
+        if self.case.layout == "v32":
+            rows[:, form.values : form.rope_offset] = self._bytes(scale, torch.float32)
+        return rows, exponents
 
 
 def block_stride(case: SparseCase, page: int) -> int:
@@ -503,36 +432,3 @@ def _poison_pattern(case: SparseCase, page: int, stride: int) -> NDArray[np.uint
         # e8m0 has no infinity; 448 times its largest value overflows in every type that a kernel could use.
         pattern[page * form.row_bytes : page * form.token_bytes] = 0xFF if nan else 0xFE
     return pattern
-
-
-def _quantise(case: SparseCase, kit: _NumpyKit, tokens: Any) -> tuple[Any, Any]:
-    """Rows `[n, row_bytes]` and, of "model1", scales `[n, 7]` of float32 tokens `[n, d_qk]`."""
-    form = case.format
-    rows = kit.bytes((len(tokens), form.row_bytes))
-    rows[:, form.rope_offset :][:, : 2 * form.rope] = kit.as_bytes(tokens[:, form.values :], "bfloat16")
-    if not form.values:
-        return rows, None
-    tiles = tokens[:, : form.values].reshape(-1, form.scales, form.tile)
-    scale = kit.largest(abs(tiles)) / 448.0
-    exponents = None
-    if case.layout == "model1" or case.power_of_two_scales:
-        scale, exponents = _round_up_to_power_of_two(kit, scale)
-    values = tiles / scale[..., None]
-    rows[:, : form.values] = kit.as_bytes(values.reshape(-1, form.values), "e4m3")
-    if case.layout == "v32":
-        rows[:, form.values : form.rope_offset] = kit.as_bytes(scale, "float32")
-    return rows, exponents
-
-
-def _round_up_to_power_of_two(kit: _NumpyKit, scale: Any) -> tuple[Any, Any]:
-    """Positive float32 rounded up to powers of two, and those as e8m0 bytes, by their bits.
-
-    Little-endian float32: the two high bytes hold the sign, the exponent and 7 bits of the mantissa. Scales
-    that are powers of two already, which random ones never are, would be doubled; it makes no difference.
-    """
-    raw = kit.as_bytes(scale, "float32").reshape(*scale.shape, 4)
-    exponents = (raw[..., 3] & 0x7F) * 2 + (raw[..., 2] >> 7) + 1
-    raw[..., :2] = 0
-    raw[..., 2] = (exponents & 1) << 7
-    raw[..., 3] = exponents >> 1
-    return kit.view(raw.reshape(*scale.shape[:-1], -1), "float32"), exponents

@@ -1,0 +1,427 @@
+"""The tests' own tools: inputs are what they claim, poison poisons, comparisons fail when they should."""
+
+import itertools
+import os
+import random
+import subprocess
+import sys
+from dataclasses import replace
+from math import inf
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kit import (
+    DenseCase,
+    DenseInputs,
+    SparseCase,
+    SparseInputs,
+    Tolerance,
+    check_close,
+    lse_tolerance,
+    make_dense_inputs,
+    make_sparse_inputs,
+    out_tolerance,
+    repage,
+    torch_reference,
+)
+from kit.flex import FlexCase
+from kit.generators import GARBAGE_PAGE, SHARP_FACTOR, on_numpy
+from kit.mha import MhaCase
+from kit.plans import IDLE_FORMS, LAYOUTS, blocks_of, check_plan, write_plan
+from kit.prefix import PrefixCase
+from kit.sparse import INT_MAX, INT_MIN, block_fields, block_stride
+from rawmla import reference
+
+torch = pytest.importorskip("torch")
+
+LAYOUT_CASES = (
+    DenseCase(b=4, h_q=2, s_k=100, varlen=True, page_block_size=16, seed=4),
+    DenseCase(b=9, s_q=2, h_q=4, h_kv=2, s_k=70, varlen=True, zero_lengths=True, block_gap=3, table_gap=2),
+    DenseCase(b=3, h_q=3, lengths=(0, 256, 257), page_block_size=256, dtype="float16", d_qk=512),
+)
+
+
+def decode(inputs: DenseInputs, **options: Any) -> tuple[np.ndarray, np.ndarray]:
+    """The NumPy reference on a case's inputs."""
+    arrays = inputs.q, inputs.k_cache, inputs.block_table, inputs.cache_seqlens
+    return reference.flash_mla_with_kvcache(*arrays, 512, causal=inputs.case.causal, **options)
+
+
+# ---- names of cases
+
+
+@pytest.mark.parametrize("kind", (MhaCase, FlexCase, PrefixCase))
+def test_a_name_is_what_differs_from_the_defaults(kind: Any) -> None:
+    """Memory of no token holds NaN by default, which is not equal to itself."""
+    assert kind().id == "default"
+    assert kind(gap=inf, layout="slice").id == "layout=slice gap=inf"
+    assert MhaCase(window=(3, -1)).id == "window=(3,-1)"
+
+
+# ---- generators
+
+
+@pytest.mark.parametrize("case", LAYOUT_CASES, ids=lambda case: case.id)
+def test_layout(case: DenseCase) -> None:
+    """Each request has its own pages; whatever is not a token is poison; the rest of the table is garbage."""
+    inputs = make_dense_inputs(case, "numpy")
+    page = case.page_block_size
+    assert inputs.q.shape == (case.b, case.s_q, case.h_q, case.d_qk)
+    assert inputs.q.dtype.name == inputs.k_cache.dtype.name == case.dtype
+    assert inputs.k_cache.shape[1:] == (page, case.h_kv, case.d_qk)
+    assert inputs.cache_seqlens.tolist() == inputs.lengths == case.request_lengths()
+    assert inputs.block_table.dtype == inputs.cache_seqlens.dtype == np.int32
+
+    alive = np.zeros(inputs.k_cache.shape[:2], dtype=bool)
+    for i, length in enumerate(inputs.lengths):
+        count = -(-length // page)
+        assert (inputs.block_table[i, count:] == GARBAGE_PAGE).all() and inputs.block_table.shape[1] > count
+        for t in range(length):
+            place = inputs.block_table[i, t // page], t % page
+            assert not alive[place], "two tokens share a row"
+            alive[place] = True
+    finite = np.isfinite(inputs.k_cache.astype(np.float32)).all(axis=(2, 3))
+    np.testing.assert_array_equal(finite, alive)
+    assert np.isnan(inputs.k_cache.astype(np.float32)[~alive]).all()
+    assert not alive.any(axis=1).all(), "no page is left unused"
+    gaps = make_dense_inputs(case, "torch", "cpu")
+    whole = torch.empty(0, dtype=gaps.k_cache.dtype).set_(gaps.k_cache.untyped_storage())
+    assert int(whole.isfinite().sum()) == alive.sum() * case.h_kv * case.d_qk
+    assert (whole.numel() > gaps.k_cache.numel()) == (case.block_gap > 0)
+    table = torch.empty(0, dtype=torch.int32).set_(gaps.block_table.untyped_storage())
+    assert int((table != GARBAGE_PAGE).sum()) == (inputs.block_table != GARBAGE_PAGE).sum()
+    assert (table.numel() > inputs.block_table.size) == (case.table_gap > 0)
+
+
+@pytest.mark.parametrize("poison", ("nan", "inf"))
+def test_poison_reaches_whoever_reads_it(poison: str) -> None:
+    inputs = make_dense_inputs(DenseCase(b=2, h_q=2, lengths=(70, 64), poison=poison), "numpy")
+    assert np.isfinite(decode(inputs)[0]).all()
+    with np.errstate(invalid="ignore"):
+        inputs.cache_seqlens[0] += 1
+        out, _ = decode(inputs)
+        assert np.isnan(out[0]).all() and np.isfinite(out[1]).all()
+        inputs.cache_seqlens[1] += 1  # needs another page, which the table does not have
+        with pytest.raises(IndexError):
+            decode(inputs)
+
+
+@pytest.mark.parametrize(("page_block_size", "at_a_time"), ((16, 5000), (64, 5000), (256, 1 << 26)))
+@pytest.mark.parametrize("case", LAYOUT_CASES, ids=lambda case: case.id)
+def test_repage_keeps_the_tokens(
+    case: DenseCase, page_block_size: int, at_a_time: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kit.generators.COPIED_AT_A_TIME", at_a_time)
+    first = make_dense_inputs(case, "torch", "cpu")
+    second = repage(first, page_block_size)
+    assert second.k_cache.shape[1] == second.case.page_block_size == page_block_size
+    for got, want in zip(decode(on_numpy(second)), decode(on_numpy(first)), strict=True):
+        np.testing.assert_array_equal(got, want)
+    same_page = make_dense_inputs(second.case, "torch", "cpu")
+    np.testing.assert_array_equal(np.isnan(on_numpy(second).k_cache), np.isnan(on_numpy(same_page).k_cache))
+
+
+# ---- the reference in torch
+
+
+@pytest.mark.parametrize("chunk_elements", (1, 1 << 28))
+@pytest.mark.parametrize(
+    "case",
+    (
+        *LAYOUT_CASES,
+        DenseCase(b=4, s_q=4, h_q=6, h_kv=2, lengths=(0, 2, 33, 70), causal=True, sharp=True),
+        DenseCase(b=3, s_q=2, h_q=5, lengths=(0, 0, 0), causal=True),
+    ),
+    ids=lambda case: case.id,
+)
+def test_torch_reference(case: DenseCase, chunk_elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_reference, "CHUNK_ELEMENTS", chunk_elements)
+    inputs = make_dense_inputs(case, "torch", "cpu")
+    for scale in (None, 0.2):
+        out, lse = torch_reference.flash_mla_with_kvcache(
+            inputs.q, inputs.k_cache, inputs.block_table, inputs.cache_seqlens, scale, case.causal
+        )
+        want_out, want_lse = decode(on_numpy(inputs), softmax_scale=scale)
+        np.testing.assert_allclose(out.numpy(), want_out, rtol=1e-11, atol=1e-13)
+        np.testing.assert_allclose(lse.numpy(), want_lse, rtol=1e-12)
+
+
+# ---- comparison
+
+STRICT = Tolerance(absolute=1e-3, relative=1e-2, cosine=1e-6, row_l2=1e-2)
+
+
+def wanted() -> Any:
+    """Normal numbers with infinities, NaN, a row of small ones, and a row of zeros."""
+    want = np.random.default_rng(0).standard_normal((3, 40, 64))
+    want[1, 2], want[0, 0, 0], want[2, 3, 1] = np.inf, -np.inf, np.nan
+    want[2, 17] *= 1e-4
+    want[2, 30] = 0
+    return want
+
+
+# A place, what stands there instead, and the text of the error.
+PLANTED: tuple[tuple[Any, Any, str], ...] = (
+    ((2, 1, 7), np.nan, r"^x: 1 of 7680 .* first at \(2, 1, 7\): got nan, expected"),
+    ((2, 1, 7), -np.inf, r"first at \(2, 1, 7\): got -inf"),
+    ((1, 2, 5), 0.0, r"first at \(1, 2, 5\).*expected inf"),
+    ((1, 2, 5), np.nan, r"first at \(1, 2, 5\).*expected inf"),
+    ((0, 0, 0), np.inf, r"first at \(0, 0, 0\): got inf, expected -inf"),
+    ((2, 3, 1), 1.0, r"first at \(2, 3, 1\).*expected nan"),
+    ((2, 2, 9), lambda x: x * 1.02 + 0.002, r"1 of 7680 elements are off.*first at \(2, 2, 9\): got"),
+    ((...,), lambda x: np.where(np.isfinite(x), x * 1.005, x), "cosine difference"),
+    ((2, 17), lambda x: -x, "relative L2 error of a row 2"),
+    ((2, 30, 3), 1e-9, "row inf"),
+)
+
+
+@pytest.mark.parametrize("part_elements", (1 << 24, 200))
+@pytest.mark.parametrize("convert", (np.asarray, torch.from_numpy), ids=("numpy", "torch"))
+def test_check_close(convert: Any, part_elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes small errors, finds each planted one, and has the same figures when it works in parts."""
+    monkeypatch.setattr("kit.compare.PART_ELEMENTS", part_elements)
+    want = wanted()
+    same = check_close("x", convert(want.copy()), convert(want), STRICT)
+    assert same.max_abs == same.rel_l2 == same.max_row_l2 == 0.0 and abs(same.cosine) < 1e-15
+    noise = 1 + 5e-4 * np.random.default_rng(1).standard_normal(want.shape)
+    difference = check_close("x", convert((want * noise).astype(np.float32)), convert(want), STRICT)
+    assert 3e-4 < difference.rel_l2 < 7e-4
+    for place, value, text in PLANTED:
+        got = want.copy()
+        got[place] = value(got[place]) if callable(value) else value
+        with pytest.raises(AssertionError, match=text):
+            check_close("x", convert(got), convert(want), STRICT)
+    with pytest.raises(AssertionError, match="shape"):
+        check_close("x", convert(want[:2]), convert(want), STRICT)
+    for empty in (want[:0], np.array(1.0)):
+        check_close("x", convert(empty), convert(empty), STRICT)
+
+
+@pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
+@pytest.mark.parametrize("sharp", (False, True))
+def test_tolerances(dtype: str, sharp: bool) -> None:
+    """They let through what rounding does, and no token left out, wrong scale, swapped heads or column."""
+    case = DenseCase(b=4, s_q=2, h_q=16, lengths=(2, 20, 140, 2000), dtype=dtype, sharp=sharp)
+    inputs = make_dense_inputs(case, "numpy")
+    want = decode(inputs)
+
+    def rounded(lengths: Any = inputs.cache_seqlens, scale: float = 1.0) -> Any:
+        out, lse = decode(replace(inputs, cache_seqlens=lengths), softmax_scale=case.d_qk**-0.5 * scale)
+        return out.astype(inputs.q.dtype), lse.astype(np.float32)
+
+    out, lse = rounded()
+
+    def check(out: Any, lse: Any) -> None:
+        check_close("out", out, want[0], out_tolerance(dtype))
+        check_close("lse", lse, want[1], lse_tolerance(SHARP_FACTOR if sharp else 1.0))
+
+    check(out, lse)
+    swapped, column = out.copy(), out.copy()
+    swapped[3, 1, [4, 6]] = out[3, 1, [6, 4]]
+    column[3, 1, 5, 511] = 0.01
+    wrong = rounded(inputs.cache_seqlens - 1), rounded(scale=1.01)
+    for results in (*wrong, (swapped, lse), (column, lse)):
+        with pytest.raises(AssertionError):
+            check(*results)
+
+
+# ---- sparse generators
+
+SPARSE: dict[str, Any] = {"b": 4, "s_q": 2, "h_q": 3, "s_k": 50, "topk": 40, "page_block_size": 7}
+SPARSE_CASES = (
+    SparseCase(**SPARSE),
+    SparseCase(
+        **SPARSE, layout="model1", lengths="random", extra_topk=30, extra_page_block_size=2, sink=True
+    ),
+    SparseCase(**SPARSE, layout="model1", block_gap=3, lengths=(0, 40, -1, 90), extra_lengths="random"),
+    SparseCase(**SPARSE, layout="bf16", d_qk=512, block_gap=2, index_gap=5, extra_topk=99, extra_s_k=30),
+    SparseCase(**SPARSE, layout="bf16", d_qk=576, sharp=True, empty_rows=0.4, poison_slot_0=False),
+    SparseCase(**SPARSE, power_of_two_scales=True, block_gap=1, lengths="random", poison="inf", seed=2),
+)
+
+
+def sparse_decode(inputs: SparseInputs) -> tuple[np.ndarray, np.ndarray]:
+    """The NumPy reference on a sparse case's inputs."""
+    return reference.flash_mla_with_kvcache(inputs.q, inputs.k_cache, None, None, 512, **inputs.keywords())
+
+
+def named_slots(k_cache: np.ndarray, indices: np.ndarray, lengths: np.ndarray | None) -> np.ndarray:
+    """Which slots a valid index names, `[num_blocks, page_block_size]`."""
+    named = np.zeros(k_cache.shape[:2], dtype=bool)
+    for i, rows in enumerate(indices):
+        for index in rows[:, : None if lengths is None else max(lengths[i], 0)].ravel().tolist():
+            if 0 <= index < named.size:
+                named[index // named.shape[1], index % named.shape[1]] = True
+    return named
+
+
+def sources_of(inputs: SparseInputs) -> list[tuple[Any, Any, Any, int]]:
+    """(cache, indices, lengths, page size) of the cache and, where there is one, of the extra cache."""
+    case = inputs.case
+    sources = [(inputs.k_cache, inputs.indices, inputs.topk_length, case.page_block_size)]
+    if case.extra_topk:
+        extra = (inputs.extra_k_cache, inputs.extra_indices, inputs.extra_topk_length)
+        sources.append((*extra, case.extra_page_block_size))
+    return sources
+
+
+@pytest.mark.parametrize("case", SPARSE_CASES, ids=lambda case: case.id)
+def test_every_byte_that_no_index_names_is_poison(case: SparseCase) -> None:
+    inputs = make_sparse_inputs(case, "numpy")
+    assert inputs.q.shape == (case.b, case.s_q, case.h_q, case.width) and inputs.q.dtype.name == "bfloat16"
+    nowhere = np.isnan if case.poison == "nan" else (lambda x: ~np.isfinite(x))
+    for cache, indices, lengths, page in sources_of(inputs):
+        form = case.format
+        raw = cache.view(np.uint8)
+        assert raw.shape[1:] == (page, 1, form.token_bytes) and cache.strides[0] == block_stride(case, page)
+        named = named_slots(cache, indices, lengths)
+        assert named.any() and not named.all()
+        assert not named[0, 0] or not case.poison_slot_0
+        values = cache if case.layout == "bf16" else reference.dequantize_k_cache(cache, case.layout)
+        values = values[:, :, 0].astype(np.float64)
+        assert np.isfinite(values[named]).all() and 0.09 < values[named].std() < 0.11
+        assert nowhere(values[~named]).all()
+        rows, tails = block_fields(raw, form)
+        if tails is not None:
+            assert (tails[..., form.scales :] == (0xFF if case.poison == "nan" else 0xFE)).all()
+            assert (tails[~named] == tails[..., form.scales :].max()).all()
+        codes = rows[~named][:, : form.values]
+        allowed = {0x7F, 0xFF} if case.poison == "nan" else {0x7E, 0xFE}
+        assert not form.values or set(np.unique(codes).tolist()) == allowed
+        filler = block_stride(case, page) - page * form.token_bytes
+        whole = np.lib.stride_tricks.as_strided(
+            raw, (len(raw), block_stride(case, page)), (raw.strides[0], 1)
+        )
+        gaps = whole[:, whole.shape[1] - filler :]
+        assert (gaps == (0xFF if case.poison == "nan" else 0x7E)).all() and (filler > 0) == (
+            case.block_gap > 0
+        )
+
+
+def test_indices_hold_everything_that_may_stand_there() -> None:
+    case = replace(SPARSE_CASES[4], b=40, lengths="random", index_gap=5)
+    inputs = make_sparse_inputs(case, "numpy")
+    indices, lengths = inputs.indices, inputs.topk_length
+    slots = inputs.k_cache.shape[0] * inputs.k_cache.shape[1]
+    named = named_slots(inputs.k_cache, indices, lengths).ravel()
+    assert indices.dtype == np.int32 and indices.strides[1] == 4 * (case.topk + 5)
+    assert {-1, -123456, INT_MIN, slots, INT_MAX} <= set(np.unique(indices).tolist())
+    assert lengths.dtype == np.int32 and {0, 1, case.topk} <= set(lengths.tolist())
+    counted = np.broadcast_to(np.arange(case.topk) < lengths[:, None, None], indices.shape)
+    garbage = indices[~counted]
+    inside = garbage[(garbage >= 0) & (garbage < slots)]
+    assert len(inside) > len(garbage) / 2 and not named[inside].any()
+    valid = counted & (indices >= 0) & (indices < slots)
+    assert ((~valid & counted)[..., :-1] & valid[..., 1:]).any(), "no invalid index before a valid one"
+    assert max(len(row[ok]) - len(set(row[ok].tolist())) for row, ok in zip(indices, valid, strict=True)) > 0
+    assert (~valid.any(axis=2)).sum() > 10
+
+
+@pytest.mark.parametrize("chunk_elements", (3 * 33 * 520, 1 << 28))
+@pytest.mark.parametrize("case", SPARSE_CASES, ids=lambda case: case.id)
+def test_sparse_torch_reference(
+    case: SparseCase, chunk_elements: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch_reference, "CHUNK_ELEMENTS", chunk_elements)
+    inputs = make_sparse_inputs(case, "torch", "cpu")
+    want_out, want_lse = sparse_decode(on_numpy(inputs))
+    out, lse = torch_reference.sparse_decode(inputs)
+    if case.sink:
+        out = torch_reference.apply_sink(out, lse, inputs.attn_sink)
+    np.testing.assert_allclose(out.numpy(), want_out, rtol=1e-10, atol=1e-14)
+    np.testing.assert_allclose(lse.numpy(), want_lse, rtol=1e-11)
+    assert np.isfinite(want_out).all() and want_out.any()
+
+
+@pytest.mark.parametrize("case", SPARSE_CASES, ids=lambda case: case.id)
+def test_torch_reference_of_prefill(case: SparseCase) -> None:
+    """All query tokens select from one set of tokens; whatever none of them selects is poison."""
+    case = replace(case, s_q=1, shared=True, extra_topk=0, extra_lengths=None, page_block_size=1, block_gap=0)
+    inputs = make_sparse_inputs(case, "torch", "cpu")
+    kv = inputs.k_cache[:, 0] if case.layout == "bf16" else inputs.k_cache
+    host = on_numpy(replace(inputs, k_cache=kv))
+    options = {"attn_sink": host.attn_sink, "topk_length": host.topk_length}
+    options["is_fp8_kvcache"] = case.layout != "bf16"
+    want = reference.flash_mla_sparse_fwd(host.q[:, 0], host.k_cache, host.indices, 0.1, **options)
+    for one, other in zip(torch_reference.sparse_prefill(inputs, 0.1), want, strict=True):
+        np.testing.assert_allclose(one.numpy(), other, rtol=1e-10, atol=1e-14)
+
+
+# ---- plans
+
+
+def random_plans() -> list[tuple[list[int], list[int]]]:
+    """Lengths and shares."""
+    plans = []
+    for seed in range(60):
+        draw = random.Random(seed)
+        lengths = [draw.choice((0, 0, 1, 63, 64, 65, 300, 1000)) for _ in range(draw.randint(1, 9))]
+        plans.append((lengths, [draw.randint(1, 8) for _ in range(draw.randint(1, 12))]))
+    return plans
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_written_plans_are_complete(layout: str) -> None:
+    for (lengths, shares), idle_form in zip(random_plans(), IDLE_FORMS * 20, strict=True):
+        rows, num_splits = write_plan(
+            lengths, shares, layout, idle_form=idle_form, idle_before=2, idle_after=1
+        )
+        summary = check_plan(rows, num_splits, lengths, layout)
+        assert len(rows) == len(shares) + 3
+        assert sum(summary.blocks) == sum(blocks_of(lengths))
+        assert sum(summary.splits) == num_splits[-1]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_damaged_plans_are_found(layout: str) -> None:
+    lengths = [700, 0, 64, 65, 1999]
+    rows, num_splits = write_plan(lengths, [7] * 7, layout)
+    columns = 7 if layout == "object" else 5  # the last two are flags
+    for part, column, change in itertools.product(range(len(rows)), range(columns), (-1, 1)):
+        damaged = rows.copy()
+        damaged[part, column] += change
+        with pytest.raises(AssertionError):
+            check_plan(damaged, num_splits, lengths, layout)
+    for request in range(len(lengths) + 1):
+        damaged = num_splits.copy()
+        damaged[request] += 1
+        with pytest.raises(AssertionError):
+            check_plan(rows, damaged, lengths, layout)
+
+
+# ---- the question whether there is a GPU
+
+
+def test_missing_hopper_reason_needs_no_framework() -> None:
+    program = (
+        "import sys, kit\n"
+        "reason = kit.missing_hopper_reason()\n"
+        "assert reason is None or isinstance(reason, str) and reason\n"
+        "assert not {'torch', 'cupy', 'cuda.bindings'} & set(sys.modules)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=60)
+
+
+@pytest.mark.parametrize("shape", ((2, 3, 5, 512), (7, 2, 512)), ids=str)
+@pytest.mark.parametrize("parts", (1, 4))
+def test_torch_reference_of_merging(parts: int, shape: tuple[int, ...]) -> None:
+    draw = np.random.default_rng(parts)
+    lse_shape = (shape[0], shape[2], shape[1]) if len(shape) == 4 else shape[:2]
+    outs, lses = [], []
+    for part in range(parts):
+        out, lse = draw.standard_normal(shape), draw.standard_normal(lse_shape) * 4
+        lse.reshape(-1)[part::3] = np.inf if part % 2 else -np.inf
+        lse.reshape(-1)[0] = np.inf  # without keys in every part
+        empty = np.isinf(lse)
+        out[np.swapaxes(empty, 1, 2) if len(shape) == 4 else empty] = np.nan
+        outs.append(out)
+        lses.append(lse)
+    want = reference.merge_attn_states(outs, lses)
+    got = torch_reference.merge_attn_states(
+        [torch.from_numpy(x) for x in outs], [torch.from_numpy(x) for x in lses]
+    )
+    for one, wanted in zip(got, want, strict=True):
+        np.testing.assert_allclose(one.numpy(), wanted, rtol=1e-12, atol=1e-12)

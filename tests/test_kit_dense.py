@@ -1,0 +1,396 @@
+"""The kit of dense attention and prefix prefill: inputs, references on the device, comparison."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from kit.mha import MhaCase, MhaInputs, check_mha, covered_rows, make_mha_inputs
+from kit.mha import reference as torch_reference
+from kit.mha_backward import (
+    MhaGradients,
+    check_mha_backward,
+    exact_results,
+    make_mha_gradients,
+    reference_backward,
+)
+from kit.prefix import (
+    GARBAGE,
+    PrefixCase,
+    PrefixInputs,
+    check_prefix,
+    decode_out,
+    encode_out,
+    make_prefix_inputs,
+    written_rows,
+)
+from kit.prefix import reference as prefix_reference
+from rawmla import reference
+
+torch = pytest.importorskip("torch")
+
+FIXED = {"b": 2, "s_q": 7, "s_k": 9, "d_qk": 24, "d_v": 16}
+SEGMENTS: dict[str, Any] = {"q_lengths": (3, 0, 6, 1), "k_lengths": (5, 4, 0, 2), "d_qk": 24, "d_v": 16}
+SAME: dict[str, Any] = {**SEGMENTS, "k_lengths": (3, 0, 6, 1), "h_q": 2}
+CASES = (
+    MhaCase(**FIXED),
+    MhaCase(**FIXED, causal=True, softmax_scale=0.3, layout="slice"),
+    MhaCase(**{**FIXED, "s_q": 9, "s_k": 4}, causal=True, layout="heads"),
+    MhaCase(**FIXED, window=(2, 1), softcap=15.0, sink="bfloat16", alibi="heads"),
+    MhaCase(**FIXED, window=(-1, 0), sink="infinite", alibi="requests", dtype="float16", h_q=6),
+    MhaCase(**FIXED, window=(0, -1), h_q=2, h_kv=1, layout="slice"),
+    MhaCase(**SEGMENTS, rows_around=2, causal=True),
+    MhaCase(**SEGMENTS, q_used=(2, 0, 6, 1), k_used=(5, 0, 0, 1), alibi="requests", sink="float32"),
+    MhaCase(**SEGMENTS, packed="kv", window=(3, 0), layout="slice"),
+    MhaCase(**{**SEGMENTS, "d_v": 24}, packed="kv4", k_used=(1, 2, 0, 1)),
+    MhaCase(**SAME, packed="qkv", q_used=(1, 0, 2, 1)),
+    MhaCase(**{**SAME, "d_v": 24}, packed="qkv4", rows_around=1),
+)
+OUTWEIGHED = MhaCase(s_q=70, s_k=1, d_v=64, alibi="heads", sink="float32")  # out is down to exp(-60) of v
+GRADIENTS = ("out", "lse", "both")
+
+
+def name_of(x: Any) -> str:
+    """A case or a kind of gradients in the name of a test."""
+    return x if isinstance(x, str) else x.id
+
+
+def by_definition(inputs: MhaInputs, gradients: MhaGradients | None = None, results: Any = None) -> Any:
+    """The NumPy reference, of float64 arrays: out and lse, or the gradients that follow from them."""
+
+    def numbers(x: Any) -> Any:
+        return None if x is None else x.double().numpy()
+
+    options = inputs.options()
+    options["attn_sink"] = numbers(options["attn_sink"])
+    if options["alibi_slopes"] is not None:
+        options["alibi_slopes"] = options["alibi_slopes"].numpy()
+    arrays = [numbers(x) for x in (inputs.q, inputs.k, inputs.v)]
+    kind = "func"
+    if gradients is not None:
+        kind = "backward"
+        arrays = [numbers(gradients.dout), *arrays, *(numbers(x) for x in results)]
+        options["dlse"] = numbers(gradients.dlse)
+    if inputs.cu_seqlens_q is None:
+        found = getattr(reference, f"flash_attn_{kind}")(*arrays, **options)
+    else:
+        cu_q, cu_k, used_q, used_k = (
+            None if x is None else x.numpy()
+            for x in (inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.seqused_q, inputs.seqused_k)
+        )
+        found = getattr(reference, f"flash_attn_varlen_{kind}")(
+            *arrays, cu_q, cu_k, 9, 9, **options, seqused_q=used_q, seqused_k=used_k
+        )
+    return tuple(torch.from_numpy(x.copy()) for x in found)
+
+
+# ---- inputs
+
+
+def is_token(array: Any, bounds: Any, used: Any) -> Any:
+    """The rows of an array that hold tokens."""
+    rows = torch.full(array.shape[:-2], bounds is None)
+    if bounds is not None:
+        lengths = bounds.diff() if used is None else used
+        for start, length in zip(bounds.tolist(), lengths.tolist(), strict=False):
+            rows[start : start + length] = True
+    return rows
+
+
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_memory_of_no_token_holds_the_gap(case: MhaCase) -> None:
+    """And nothing else: tokens are finite, whatever the layout."""
+    for gap in (float("nan"), float("inf")):
+        inputs = make_mha_inputs(replace(case, gap=gap), "cpu")
+        of_k = inputs.cu_seqlens_k, inputs.seqused_k
+        for array, bounds, used in (
+            (inputs.q, inputs.cu_seqlens_q, inputs.seqused_q),
+            (inputs.k, *of_k),
+            (inputs.v, *of_k),
+        ):
+            rows = is_token(array, bounds, used)
+            assert bool(array[rows].isfinite().all()) and not bool(array[~rows].isfinite().any())
+            if inputs.parts is None:
+                whole = torch.empty(0, dtype=array.dtype).set_(array.untyped_storage())
+                heads, columns = array.shape[-2:]
+                assert int(whole.isfinite().sum()) == int(rows.sum()) * heads * columns
+
+
+# ---- references
+
+
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_the_references(case: MhaCase) -> None:
+    """Forward; backward from rounded results, as the definition takes them, and from exact ones."""
+    inputs = make_mha_inputs(case, "cpu")
+    rows, exact = covered_rows(inputs), torch_reference(inputs)
+    for got, want in zip(exact, by_definition(inputs), strict=True):
+        torch.testing.assert_close(got[rows], want[rows], rtol=1e-9, atol=1e-11)
+    for of, given in itertools.product(GRADIENTS, (exact_results(inputs), None)):
+        gradients = make_mha_gradients(inputs, of)
+        found = reference_backward(inputs, gradients, given).values
+        wanted = by_definition(inputs, gradients, exact if given is None else given)
+        assert len(found) == len(wanted) == (3 if case.sink is None else 4)
+        for one, other in zip(found, wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("chunk", (1, 400))
+def test_references_in_parts(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = make_mha_inputs(replace(CASES[3], s_q=20), "cpu")
+    gradients = make_mha_gradients(inputs, "both")
+
+    def results() -> list[Any]:
+        found = reference_backward(inputs, gradients)
+        return [*torch_reference(inputs), *found.values, *found.sizes, *found.floors]
+
+    whole = results()
+    monkeypatch.setattr("kit.mha.CHUNK_SCORES", chunk)
+    for got, want in zip(results(), whole, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-15)
+
+
+# ---- comparison of the forward
+
+
+def rounded(inputs: MhaInputs) -> tuple[Any, Any]:
+    """What an exact kernel would give."""
+    out, lse = torch_reference(inputs)
+    return out.to(inputs.q.dtype), lse.float()
+
+
+@pytest.mark.parametrize("case", (*CASES, OUTWEIGHED, replace(OUTWEIGHED, dtype="float16")), ids=name_of)
+def test_the_comparison_takes_rounded_results(case: MhaCase) -> None:
+    inputs = make_mha_inputs(case, "cpu")
+    check_mha(inputs, rounded(inputs), plain=True)
+
+
+def test_the_comparison_finds_what_is_wrong() -> None:
+    inputs = make_mha_inputs(MhaCase(s_q=70, s_k=90, d_v=64), "cpu")
+    planted: tuple[tuple[str, Callable[[Any, Any], Any]], ...] = (
+        ("out are infinite", lambda out, lse: out[1, 2].fill_(float("nan"))),
+        ("L2 error of out", lambda out, lse: out.mul_(1.02)),
+        ("L2 error of a row of out 4", lambda out, lse: out[0, 3, 1].mul_(1.02)),
+        ("plain torch", lambda out, lse: out[0, 3, 1, 5].add_(0.1)),
+        ("error of lse", lambda out, lse: lse[1, 1, 4].add_(0.001)),
+        ("lse is infinite", lambda out, lse: lse[1, 1, 4].fill_(float("-inf"))),
+    )
+    for text, change in planted:
+        results = rounded(inputs)
+        change(*results)
+        with pytest.raises(AssertionError, match=text):
+            check_mha(inputs, results, plain=True)
+
+
+# ---- comparison of gradients
+
+
+def exact_gradients(inputs: MhaInputs, gradients: MhaGradients, results: tuple[Any, Any]) -> list[Any]:
+    """What an exact kernel would give; the emulator's tests check what real ones give."""
+    found = reference_backward(inputs, gradients, results).values
+    sources = (inputs.q, inputs.k, inputs.v, inputs.attn_sink)
+    return [x.to(source.dtype) for x, source in zip(found, sources, strict=False)]
+
+
+PLAIN = MhaCase(s_q=130, s_k=150, d_qk=64, d_v=64, causal=True)
+SINK = replace(PLAIN, s_k=100, sink="bfloat16")  # with rows that attend nothing
+VARLEN = MhaCase(
+    q_lengths=(30, 0, 5), k_lengths=(20, 4, 9), q_used=(30, 0, 4), k_used=(16, 4, 8), rows_around=2
+)
+PLANTED: list[tuple[MhaCase, str, Callable[[list[Any]], Any]]] = [
+    (SINK, "dq is not 0 in a row", lambda got: got[0][1, 29, 1, 3].fill_(1e-6)),
+    (SINK, "dq is not 0 in a row", lambda got: got[0][1, 29, 1, 3].fill_(torch.nan)),
+    (SINK, "error of dsink", lambda got: got[3][1].mul_(1.02)),
+    (SINK, "error of dsink", lambda got: got[3][1].fill_(torch.nan)),
+    (SINK, "3 gradients instead of 4", lambda got: got.pop()),
+]
+for i, name in enumerate(("dq", "dk", "dv")):
+    PLANTED += [
+        (SINK, f": relative L2 error of {name}", lambda got, i=i: got[i].mul_(1.02)),
+        (SINK, f": L2 error of a row of {name} ", lambda got, i=i: got[i][1, 99, 1].mul_(1.05)),
+        (SINK, f"elements of {name} are", lambda got, i=i: got[i][1, 99, 1, 3].fill_(torch.nan)),
+        (SINK, f"largest error of {name} ", lambda got, i=i: got[i][1, 99, 1, 3].add_(0.2)),
+        (SINK, f"{name} of torch.float32", lambda got, i=i: got.__setitem__(i, got[i].float())),
+        (SINK, f"{name} of .* shape", lambda got, i=i: got.__setitem__(i, got[i][:1])),
+    ]
+for i, rows in ((0, (0, 36, 37)), (1, (0, 18, 22, 34, 35)), (2, (1, 21, 23, 34, 36))):
+    for row in rows:
+        text = "is not 0 in a row that takes no part;"
+        PLANTED.append((VARLEN, text, lambda got, at=(i, row): got[at[0]][at[1], 1, 5].fill_(1e-20)))
+
+
+@pytest.mark.parametrize("case", (SINK, VARLEN), ids=name_of)
+def test_the_comparison_finds_planted_errors(case: MhaCase) -> None:
+    inputs = make_mha_inputs(case, "cpu")
+    gradients, results = make_mha_gradients(inputs, "both"), exact_results(inputs)
+    found = exact_gradients(inputs, gradients, results)
+    check_mha_backward(inputs, gradients, results, tuple(found), plain=True)
+    for one, text, change in PLANTED:
+        if one is not case:
+            continue
+        got = [x.clone() for x in found]
+        change(got)
+        with pytest.raises(AssertionError, match=text):
+            check_mha_backward(inputs, gradients, results, tuple(got), plain=True)
+    of_lse = make_mha_gradients(inputs, "lse")
+    with pytest.raises(AssertionError, match="of dq"):
+        check_mha_backward(inputs, of_lse, results, tuple(found))
+    got = exact_gradients(inputs, of_lse, results)
+    got[2].view(-1)[got[1].view(-1) != 0] = 1e-30
+    with pytest.raises(AssertionError, match="dv is not 0 without"):
+        check_mha_backward(inputs, of_lse, results, tuple(got))
+
+
+@pytest.mark.parametrize(
+    ("case", "wrong"),
+    (
+        (PLAIN, {"causal": False}),
+        (PLAIN, {"window": (-1, 1), "causal": False}),
+        (PLAIN, {"softmax_scale": 0.126}),
+        (replace(PLAIN, softcap=15.0, alibi="heads"), {"softcap": 0.0}),
+        (replace(PLAIN, softcap=15.0, alibi="heads"), {"alibi": None}),
+        (replace(PLAIN, sink="float32"), {"sink": None}),
+    ),
+    ids=lambda x: x.id if isinstance(x, MhaCase) else "-".join(x),
+)
+def test_the_comparison_finds_gradients_of_another_call(case: MhaCase, wrong: dict[str, Any]) -> None:
+    """From the same out and lse."""
+    inputs = make_mha_inputs(case, "cpu")
+    gradients, results = make_mha_gradients(inputs, "both"), exact_results(inputs)
+    changed = {
+        name: None for name, field in (("attn_sink", "sink"), ("alibi_slopes", "alibi")) if field in wrong
+    }
+    other = replace(inputs, case=replace(case, **wrong), **changed)
+    found = exact_gradients(other, gradients, results)
+    found += exact_gradients(inputs, gradients, results)[len(found) :]
+    with pytest.raises(AssertionError, match="L2 error of"):
+        check_mha_backward(inputs, gradients, results, tuple(found))
+
+
+# ---- prefix prefill
+
+SMALL: dict[str, Any] = {"query_lengths": (3, 0, 1, 6, 2), "contexts": (9, 5, 16, 0, 21), "d": 24}
+PREFIX_CASES = (
+    PrefixCase(**SMALL, block_size=4),
+    PrefixCase(**SMALL, block_size=4, x=4, pack=2, padded=True, rows_around=2, layout="slice"),
+    PrefixCase(**SMALL, block_size=1, x=24, table="int64", window=5, dtype="float16", layout="heads"),
+    PrefixCase(**SMALL, block_size=7, x=1, table="pointers", causal=False, window=3, padded=True),
+    PrefixCase(**SMALL, block_size=4, own_cached=True, window=6, sinks="infinite", alibi=True, h_q=6),
+    PrefixCase(**SMALL, block_size=4, own_cached=True, causal=False, skip_decode=True, sinks="bfloat16"),
+    PrefixCase(
+        **SMALL, block_size=16, x=3, kv_cache_dtype="fp8", k_scale=0.3, v_scale=2.0, device_scales=True
+    ),
+    PrefixCase(
+        **SMALL, block_size=8, pack=4, kv_cache_dtype="fp8_e5m2", bytes_dtype="uint8", own_cached=True,
+        sinks="float32", out_scale=0.01,
+    ),
+    PrefixCase(**SMALL, kv_cache_dtype="fp8_e4m3", bytes_dtype="int8", out_scale=0.02, device_scales=True),
+    PrefixCase(query_lengths=(6, 4, 2), contexts=(-2, -4, 0), d=24, own_cached=True),
+    PrefixCase(query_lengths=(6, 4, 2), contexts=(-2, -4, 5), d=24, block_size=4, window=3),
+    PrefixCase(**SMALL, room=40, block_size=4, sm_scale=0.4, uniform=1e-3),
+)  # fmt: skip
+
+
+def prefix_by_definition(inputs: PrefixInputs) -> Any:
+    """The NumPy reference's o, which it rounds to the dtype of o; 7 where it is not written."""
+    case = inputs.case
+    o = torch.full(inputs.q.shape, 7, dtype=inputs.q.dtype if case.out_scale is None else torch.uint8)
+    return reference.context_attention_fwd(**inputs.keywords(o))
+
+
+@pytest.mark.parametrize("case", PREFIX_CASES, ids=name_of)
+def test_the_reference_of_prefixes(case: PrefixCase) -> None:
+    """Rounded, it has the bits of the definition, and it writes the same rows."""
+    inputs = make_prefix_inputs(case, "cpu")
+    got, want = prefix_reference(inputs), prefix_by_definition(inputs)
+    rows = written_rows(inputs)
+    assert bool(got[rows].isfinite().all()) and got[rows].numel()
+    rounded = got.to(want.dtype) if case.out_scale is None else encode_out(got / float(inputs.out_scale))
+    assert torch.equal(rounded[rows], want[rows])
+    others = torch.ones(len(want), dtype=torch.bool)
+    others[rows] = False
+    assert bool(got[others].isnan().all()) and bool((want[others] == 7).all())
+
+
+@pytest.mark.parametrize("case", PREFIX_CASES, ids=name_of)
+def test_caches_and_tables_hold_the_gap(case: PrefixCase) -> None:
+    """And entries of pages that no query sees are garbage."""
+    inputs = make_prefix_inputs(case, "cpu")
+    cached = pages = 0
+    for n, context in zip(case.query_lengths, case.contexts, strict=True):
+        seq_len, older = n + context, max(context, 0)
+        first = max(older - case.window + 1, 0) if case.window else 0
+        seen = range(first, seq_len if case.own_cached else older) if n else range(0)
+        cached += len(seen)
+        pages += len({t // case.block_size for t in seen})
+    for cache in (inputs.k_cache, inputs.v_cache):
+        whole = torch.empty(0, dtype=cache.dtype).set_(cache.untyped_storage())
+        if case.float8 is None:
+            taken = whole.isfinite()
+        else:
+            taken = whole.view(torch.uint8) != 0x7F
+        assert int(taken.sum()) == cached * case.h_kv * case.d
+    assert int((inputs.b_loc != GARBAGE[case.table]).sum()) == pages
+    for array in (inputs.q, inputs.k, inputs.v):
+        if array is not None:
+            whole = torch.empty(0, dtype=array.dtype).set_(array.untyped_storage())
+            assert int(whole.isfinite().sum()) == sum(case.query_lengths) * array.shape[1] * case.d
+
+
+def rounded_prefix(inputs: PrefixInputs) -> Any:
+    """What an exact kernel would give."""
+    want = prefix_reference(inputs)
+    if inputs.case.out_scale is None:
+        return want.to(inputs.q.dtype)
+    return encode_out(want / float(inputs.out_scale))
+
+
+@pytest.mark.parametrize("case", PREFIX_CASES[:-1], ids=name_of)  # the last is below float16's numbers
+def test_the_comparison_takes_rounded_prefixes(case: PrefixCase) -> None:
+    inputs = make_prefix_inputs(case, "cpu")
+    check_prefix(inputs, rounded_prefix(inputs))
+
+
+@pytest.mark.parametrize("part", (1 << 24, 100))
+def test_the_comparison_finds_wrong_prefixes(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kit.compare.PART_ELEMENTS", part)
+    inputs = make_prefix_inputs(PrefixCase(**{**SMALL, "d": 64}), "cpu")
+
+    def fails(text: str, change: Any) -> None:
+        o = rounded_prefix(inputs)
+        change(o)
+        with pytest.raises(AssertionError, match=text):
+            check_prefix(inputs, o)
+
+    fails("out are infinite", lambda o: o[1, 2].fill_(float("nan")))
+    fails("L2 error of out", lambda o: o.mul_(1.02))
+    fails("L2 error of a row of out 4", lambda o: o[3, 1].mul_(1.02))
+
+
+@pytest.mark.parametrize("part", (1 << 24, 100))
+@pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
+def test_the_comparison_of_bytes(dtype: str, part: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes what products in the dtype give, and refuses rounding towards 0 and other errors."""
+    monkeypatch.setattr("kit.compare.PART_ELEMENTS", part)
+    case = PrefixCase(query_lengths=(60, 40), contexts=(70, 3), d=64, out_scale=0.01, dtype=dtype)
+    inputs = make_prefix_inputs(case, "cpu")
+    want = prefix_reference(inputs) / 0.01
+    noise = torch.randn(want.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    half_step = 2.0**-8 if dtype == "bfloat16" else 2.0**-11
+    typical = want.square().mean(-1, keepdim=True).sqrt()
+    check_prefix(inputs, encode_out(want))
+    check_prefix(inputs, encode_out(want + noise * typical * half_step * 0.4))
+    down = encode_out(want)
+    down -= (decode_out(down).abs() > want.abs()).to(torch.uint8)
+    for wrong, text in (
+        (down, "an element of o"),
+        (encode_out(want * 1.1), "L2 error of o"),
+        (encode_out(want).index_fill(0, torch.tensor([5]), 0x7F), "NaN"),
+        (encode_out(want).index_fill(0, torch.tensor([5]), 0), "an element of o"),
+    ):
+        with pytest.raises(AssertionError, match=text):
+            check_prefix(inputs, wrong)
