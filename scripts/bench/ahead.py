@@ -66,8 +66,7 @@ def compile_cases(names: Sequence[str]) -> None:
         try:
             for make in families.table()[name][1].prepare().peers.values():
                 try:
-                    for call in make():
-                        call(0)
+                    make()(0)
                 except ImportError:
                     continue
         except Exception as error:

@@ -42,7 +42,6 @@ class CacheCase(Case):
 
     @property
     def id(self) -> str:
-        """The name."""
         return f"cache-{self.op}-{self.layout}-t{self.tokens}-b{self.requests}"
 
     def bytes_moved(self) -> int:
@@ -52,7 +51,6 @@ class CacheCase(Case):
         return self.tokens * (2 * columns + token_bytes) + indices.get(self.op, 0)
 
     def prepare(self) -> Prepared:
-        """See Case."""
         generator = _generator()
         columns, _ = LAYOUTS[self.layout]
         pages, page = self.tokens // self.page_block_size, self.page_block_size
@@ -87,7 +85,6 @@ class ConvertCase(Case):
 
     @property
     def id(self) -> str:
-        """The name."""
         return f"convert-r{self.rows}-k{self.topk}{'-compact' if self.compact else ''}"
 
     def bytes_moved(self) -> int:
@@ -95,7 +92,6 @@ class ConvertCase(Case):
         return self.rows * (8 * self.topk + (4 if self.compact else 0))
 
     def prepare(self) -> Prepared:
-        """See Case."""
         given: dict[str, Any] = {"generator": _generator(), "device": "cuda", "dtype": torch.int32}
         positions = torch.randint(-1, self.context, (self.rows, self.topk), **given)
         table = torch.randint(0, 16384, (self.rows, -(-self.context // self.page_block_size)), **given)
@@ -120,7 +116,6 @@ class MergeCase(Case):
 
     @property
     def id(self) -> str:
-        """The name."""
         return f"merge-p{self.parts}-b{self.b}-h{self.h_q}-{self.dtype}"
 
     def bytes_moved(self) -> int:
@@ -129,12 +124,12 @@ class MergeCase(Case):
         return (self.parts + 1) * self.b * self.h_q * row_bytes
 
     def prepare(self) -> Prepared:
-        """See Case."""
         generator, dtype = _generator(), getattr(torch, self.dtype)
         shape = self.b, 1, self.h_q, D_V
         outs = [_normal(*shape, dtype=dtype, generator=generator) for _ in range(self.parts)]
-        shape = self.b, self.h_q, 1
-        lses = [_normal(*shape, dtype=torch.float32, generator=generator) for _ in range(self.parts)]
+        lses = [
+            _normal(self.b, self.h_q, 1, dtype=torch.float32, generator=generator) for _ in range(self.parts)
+        ]
         out = torch.empty_like(outs[0])
         return Prepared(lambda _: rawmla.merge_attn_states(outs, lses, out=out), NO_CHECK)
 

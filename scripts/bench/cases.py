@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 Row = dict[str, Any]
@@ -19,13 +20,21 @@ LENGTH_SEED = 0
 DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 
 
+class Arrays(SimpleNamespace):
+    """Device arrays of a case, by the names of the function's arguments. What it does not have is None."""
+
+    def but(self, **others: Any) -> "Arrays":
+        """The same with some others."""
+        return Arrays(**{**vars(self), **others})
+
+
 @dataclass(frozen=True)
 class Prepared:
     """A case that is ready to be timed: a first call gave the right result, up to the relative L2 `error`.
 
     `call` takes the number of one of `sets` of data, for runs whose data must not stay in L2. `ordered` is
     the deterministic call, `without` the call without the gradient of what a score function reads. `peers`
-    make the calls of other libraries on the same inputs; of several calls the fastest one counts.
+    make the calls of other libraries on the same inputs. `more` measures what only some cases have.
     """
 
     call: Call
@@ -33,7 +42,7 @@ class Prepared:
     sets: int = 1
     ordered: Call | None = None
     without: Call | None = None
-    peers: dict[str, Callable[[], list[Call]]] = field(default_factory=dict)
+    peers: dict[str, Callable[[], Call]] = field(default_factory=dict)
     more: Callable[[int], Row] = lambda replays: {}
 
 

@@ -1,7 +1,7 @@
 """Everything that only a GPU machine can say, written to docs/gpu-record.json.
 
-Stages, in this order: `bench` (the benchmark; first, since minutes of tests heat the GPU and slow it), `tests`
-(every test file by several processes, long tests first, then those that measure time by themselves),
+Stages, in this order: `bench` (the benchmark; first, since minutes of tests heat the GPU and slow it),
+`tests` (every test file by several processes, long tests first, then those that measure time by themselves),
 `sanitizer` (the cases marked `sanitizer`, in parts and under each tool of compute-sanitizer, all side by
 side; keep their shapes tiny). A run of a stage is one part of the record, with its machine; what ran before
 stays beside what runs again. So the stages, and even the files or cases of one stage, can run in separate
@@ -125,7 +125,7 @@ def parse_junit(text: str) -> dict[str, Counts]:
     """
     found: dict[str, Counts] = {}
     for case in ElementTree.fromstring(text).iter("testcase"):
-        # A file that is skipped as a whole has its module name in `name`, nothing in `classname`, and no file.
+        # A file that is skipped as a whole has its module name in `name`, no `classname` and no file.
         module = case.get("classname") or case.get("name") or ""
         file = case.get("file") or f"{module.replace('.', '/')}.py"
         counts = found.setdefault(file, {"passed": 0, "failed": 0, "skipped": 0, "skip_reasons": {}})

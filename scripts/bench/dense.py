@@ -16,28 +16,12 @@ from .cases import (
     DTYPES,
     FLASH_ATTENTION_4,
     LENGTH_SEED,
+    Arrays,
     Call,
     Case,
     Prepared,
     worst_error,
 )
-
-
-@dataclass(frozen=True)
-class DenseArrays:
-    """Device arrays of a case: q, k and v `[b, s, h, d]`, or with varlen `[tokens, h, d]` and where the
-    requests begin; for a backward its gradient of out, and the results of the forward. None: not there.
-    """
-
-    q: Any
-    k: Any
-    v: Any
-    cu_seqlens_q: Any
-    cu_seqlens_k: Any
-    attn_sink: Any
-    dout: Any = None
-    out: Any = None
-    lse: Any = None
 
 
 @dataclass(frozen=True)
@@ -63,7 +47,6 @@ class DenseCase(Case):
 
     @property
     def id(self) -> str:
-        """The name."""
         heads = f"h{self.h_q}" if self.h_kv == self.h_q else f"h{self.h_q}kv{self.h_kv}"
         d = f"d{self.d_qk}" if self.d_v == self.d_qk else f"d{self.d_qk}v{self.d_v}"
         parts = ["mha", f"b{self.b}", f"s{self.s}", heads, d]
@@ -105,8 +88,8 @@ class DenseCase(Case):
         queries, keys = (sum(lengths) for lengths in zip(*self.lengths(), strict=True))
         return 2 * (queries * self.h_q + keys * self.h_kv) * (self.d_qk + self.d_v)
 
-    def make_inputs(self, device: str = "cuda") -> DenseArrays:
-        """All normal(0, 1)."""
+    def make_inputs(self, device: str = "cuda") -> Arrays:
+        """All normal(0, 1): q, k and v `[b, s, h, d]`, or with varlen `[tokens, h, d]`."""
         torch.manual_seed(0)
         queries, keys = zip(*self.lengths(), strict=True)
 
@@ -119,16 +102,16 @@ class DenseCase(Case):
                 return None
             return torch.tensor([0, *accumulate(tokens)], dtype=torch.int32, device=device)
 
-        return DenseArrays(
-            array(queries, self.h_q, self.d_qk),
-            array(keys, self.h_kv, self.d_qk),
-            array(keys, self.h_kv, self.d_v),
-            starts(queries),
-            starts(keys),
-            torch.randn(self.h_q, device=device, dtype=torch.bfloat16) if self.sink else None,
+        return Arrays(
+            q=array(queries, self.h_q, self.d_qk),
+            k=array(keys, self.h_kv, self.d_qk),
+            v=array(keys, self.h_kv, self.d_v),
+            cu_seqlens_q=starts(queries),
+            cu_seqlens_k=starts(keys),
+            attn_sink=torch.randn(self.h_q, device=device, dtype=torch.bfloat16) if self.sink else None,
         )
 
-    def options(self, inputs: DenseArrays, sink: str = "attn_sink") -> dict[str, Any]:
+    def options(self, inputs: Arrays, sink: str = "attn_sink") -> dict[str, Any]:
         """Keyword arguments, for rawmla and FlashAttention alike but for the name of the sink."""
         chosen = {
             "causal": self.causal,
@@ -166,9 +149,9 @@ class DenseCase(Case):
         """The scores with softcap."""
         return self.softcap * torch.tanh(scores / self.softcap) if self.softcap else scores
 
-    def check(self, inputs: DenseArrays, out: Any) -> float:
+    def check(self, inputs: Arrays, out: Any) -> float:
         """Error of the first, a middle and the last query token of the first and the last request."""
-        found = []
+        found: list[Any] = []
         for request in {0, self.b - 1}:
             queries, _ = self.lengths()[request]
             rows = sorted({0, queries // 2, queries - 1})
@@ -183,7 +166,6 @@ class DenseCase(Case):
         return worst_error(self, found)
 
     def prepare(self) -> Prepared:
-        """See Case."""
         inputs = self.make_inputs()
         function = rawmla.flash_attn_varlen_func if self.varlen else rawmla.flash_attn_func
         keywords = self.options(inputs)
@@ -192,12 +174,12 @@ class DenseCase(Case):
             return function(inputs.q, inputs.k, inputs.v, **keywords)[0]
 
         peers = {
-            CUDNN: lambda: [self.cudnn(inputs)],
-            FLASH_ATTENTION_4: lambda: [self.flash_attention_4(inputs)],
+            CUDNN: lambda: self.cudnn(inputs),
+            FLASH_ATTENTION_4: lambda: self.flash_attention_4(inputs),
         }
         return Prepared(call, self.check(inputs, call(0)), peers=peers)
 
-    def cudnn(self, inputs: DenseArrays) -> Call:
+    def cudnn(self, inputs: Arrays) -> Call:
         """cuDNN by torch, which hands it neither varied lengths nor windows, softcaps and sinks."""
         from torch.nn.attention import SDPBackend, sdpa_kernel
         from torch.nn.functional import scaled_dot_product_attention
@@ -213,7 +195,7 @@ class DenseCase(Case):
 
         return call
 
-    def flash_attention_4(self, inputs: DenseArrays) -> Call:
+    def flash_attention_4(self, inputs: Arrays) -> Call:
         """FlashAttention-4."""
         from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
 
@@ -224,7 +206,7 @@ class DenseCase(Case):
 
 def backward_of(
     forward: Callable[[Any], Call], inputs: Any, dout: Any, check: Callable[[Any], float]
-) -> list[Call]:
+) -> Call:
     """Return the gradients of q, k and v by a library, whose `forward` takes inputs and returns calls of out,
     or of a tuple that begins with it. They are checked as ours are.
     """
@@ -235,7 +217,7 @@ def backward_of(
     # Else the backward of a compiled forward may overwrite what it reads, and runs once; autograd stays in
     # this thread, which alone has the setting.
     with config.patch(donated_buffer=False):
-        forward_call = forward(replace(inputs, q=q, k=k, v=v))
+        forward_call = forward(inputs.but(q=q, k=k, v=v))
 
     def call(_: int) -> Any:
         stream = torch.cuda.current_stream()
@@ -246,7 +228,7 @@ def backward_of(
             return torch.autograd.grad(results[stream], (q, k, v), dout, retain_graph=True)
 
     check(call(0))
-    return [call]
+    return call
 
 
 @dataclass(frozen=True)
@@ -255,7 +237,6 @@ class DenseBackwardCase(DenseCase):
 
     @property
     def id(self) -> str:
-        """The name."""
         return super().id.replace("mha-", "mha-backward-", 1)
 
     def flops(self) -> int:
@@ -269,19 +250,19 @@ class DenseBackwardCase(DenseCase):
         queries = sum(queries for queries, _ in self.lengths())
         return 2 * super().bytes_moved() + 4 * queries * self.h_q
 
-    def make_inputs(self, device: str = "cuda") -> DenseArrays:
+    def make_inputs(self, device: str = "cuda") -> Arrays:
         """All normal(0, 1), and the results of the forward call."""
         given = super().make_inputs(device)
         function = rawmla.flash_attn_varlen_func if self.varlen else rawmla.flash_attn_func
         out, lse = function(given.q, given.k, given.v, **self.options(given))
-        return replace(given, dout=torch.randn_like(out), out=out, lse=lse)
+        return given.but(dout=torch.randn_like(out), out=out, lse=lse)
 
-    def check_gradients(self, inputs: DenseArrays, gradients: Any) -> float:
+    def check_gradients(self, inputs: Arrays, gradients: Any) -> float:
         """Error of dq of a middle and the last query token of the first and the last request, and of dk and
         dv of the keys that the first, a middle and the last one stand at.
         """
         sides = (0, 1, 1, 0, 0, 0, 1, 1)
-        found = []
+        found: list[Any] = []
         for request in {0, self.b - 1}:
             queries, keys = self.lengths()[request]
             arrays = (inputs.q, inputs.k, inputs.v, inputs.out, inputs.dout, *gradients[:3])
@@ -290,33 +271,23 @@ class DenseBackwardCase(DenseCase):
             )
             lse = self.of_request(inputs.lse, request, 0).T if self.varlen else inputs.lse[request]
 
-            def of(rows: Any, columns: Any) -> tuple[Any, Any, Any]:
-                seen = self.seen(request, rows, columns, q.device)  # noqa: B023
-                given = out[rows], dout[rows], lse[:, rows]  # noqa: B023
-                return reference.backpropagate(
-                    q[rows],
-                    k[columns],
-                    v[columns],
-                    seen,
-                    given,
-                    self.score,
-                    inputs.attn_sink,  # noqa: B023
-                )[:3]
+            def of(rows: Any, columns: Any, every: Any = (request, q, k, v, out, dout, lse)) -> Any:
+                request, q, k, v, out, dout, lse = every
+                seen = self.seen(request, rows, columns, q.device)
+                results = out[rows], dout[rows], lse[:, rows]
+                given = q[rows], k[columns], v[columns], seen, results
+                return reference.backpropagate(*given, self.score, inputs.attn_sink)
 
             rows = sorted({queries // 2, queries - 1})
             columns = sorted({keys - queries, keys - queries + queries // 2, keys - 1})
-            want, _, _ = of(rows, slice(None))
-            found += [(f"dq of token {row}", dq[row], one) for row, one in zip(rows, want, strict=True)]
-            _, *wanted = of(slice(None), columns)
-            for name, got, want in zip(("dk", "dv"), (dk, dv), wanted, strict=True):
-                pairs = zip(columns, want, strict=True)
-                found += [
-                    (f"{name} of token {key} of request {request}", got[key], one) for key, one in pairs
-                ]
+            wanted = of(rows, slice(None))[0], *of(slice(None), columns)[1:3]
+            places = (("dq", dq, rows), ("dk", dk, columns), ("dv", dv, columns))
+            for (name, got, tokens), want in zip(places, wanted, strict=True):
+                names = (f"{name} of token {token} of request {request}" for token in tokens)
+                found += zip(names, got[tokens], want, strict=True)
         return worst_error(self, found)
 
     def prepare(self) -> Prepared:
-        """See Case."""
         inputs = self.make_inputs()
         self.check(inputs, inputs.out)
         function = rawmla.flash_attn_varlen_backward if self.varlen else rawmla.flash_attn_backward

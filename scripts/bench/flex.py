@@ -14,7 +14,7 @@ import torch
 import rawmla
 
 from . import reference
-from .cases import Call, Case, Prepared, worst_error
+from .cases import Arrays, Call, Case, Prepared, worst_error
 from .dense import backward_of
 from .timing import host_figures
 
@@ -23,22 +23,6 @@ BLOCK = 128
 
 SOFTCAP = 30.0
 HOST_TOKENS = 1024  # more tiles than an H200 has SMs, as most calls have: scratch is made and cleared then
-
-
-@dataclass(frozen=True)
-class FlexArrays:
-    """Device arrays of a case: q, k and v `[b, h, s, d]`, and what its functions read: a slope or a factor
-    for each head, one factor, or a bias `[h_q, 2 s - 1]` by distance; for a backward the gradient of out, and
-    the results of the forward. None: not there.
-    """
-
-    q: Any
-    k: Any
-    v: Any
-    table: Any
-    dout: Any = None
-    out: Any = None
-    lse: Any = None
 
 
 @dataclass(frozen=True)
@@ -66,7 +50,6 @@ class FlexCase(Case):
 
     @property
     def id(self) -> str:
-        """The name."""
         heads = f"h{self.h_q}" if self.h_kv == self.h_q else f"h{self.h_q}kv{self.h_kv}"
         parts = ["flex", f"b{self.b}", f"s{self.s}", heads, f"d{self.d}"]
         parts += [f"{self.mask}{self.extent}" if self.extent else self.mask]
@@ -91,8 +74,10 @@ class FlexCase(Case):
         values = 2 * self.d * 2 * (self.h_q + self.h_kv)
         return self.b * self.s * (values + (8 * self.h_q if self.further else 0))
 
-    def make_inputs(self, device: str = "cuda") -> FlexArrays:
-        """q, k, v and the bias normal(0, 1)."""
+    def make_inputs(self, device: str = "cuda") -> Arrays:
+        """q, k, v `[b, h, s, d]` normal(0, 1); and the `table` that the score function reads: a slope or a
+        factor for each head, one factor, or a bias `[h_q, 2 s - 1]` by distance, normal(0, 1).
+        """
         torch.manual_seed(0)
 
         def normal(*shape: int) -> Any:
@@ -105,11 +90,11 @@ class FlexCase(Case):
             "scale": lambda: 1 + torch.rand(self.h_q, device=device),
             "scalar": lambda: torch.tensor(1.5, device=device),
         }
-        return FlexArrays(
-            normal(self.b, self.h_q, self.s, self.d),
-            normal(self.b, self.h_kv, self.s, self.d),
-            normal(self.b, self.h_kv, self.s, self.d),
-            tables.get(self.score, lambda: None)(),
+        return Arrays(
+            q=normal(self.b, self.h_q, self.s, self.d),
+            k=normal(self.b, self.h_kv, self.s, self.d),
+            v=normal(self.b, self.h_kv, self.s, self.d),
+            table=tables.get(self.score, lambda: None)(),
         )
 
     def score_function(self, table: Any) -> Any:
@@ -125,7 +110,7 @@ class FlexCase(Case):
         return functions.get(self.score)
 
     def rows(
-        self, inputs: FlexArrays, request: int, rows: Any, columns: Any, table: Any, heads: slice
+        self, inputs: Arrays, request: int, rows: Any, columns: Any, table: Any, heads: slice
     ) -> tuple[tuple[Any, Any, Any, Any], Any]:
         """Arguments of `reference`: these rows of q and of k and v, which keys are seen, the score."""
         device, every = inputs.q.device, torch.arange(self.s, device=inputs.q.device)
@@ -144,11 +129,11 @@ class FlexCase(Case):
         return (q, k, v, seen if mask is None else seen & mask(request, 0, q_idx, kv_idx)), score
 
     @torch.no_grad()
-    def check(self, inputs: FlexArrays, out: Any, further: Any = None) -> float:
+    def check(self, inputs: Arrays, out: Any, further: Any = None) -> float:
         """Error of the first, a middle and the last query token of the first and the last request.
         `further`: what has lse and max_scores, of which 0.001 are allowed.
         """
-        found = []
+        found: list[Any] = []
         tokens = [0, self.s // 2, self.s - 1]
         for request in {0, self.b - 1}:
             given, score = self.rows(inputs, request, tokens, slice(None), inputs.table, slice(0, self.h_q))
@@ -161,7 +146,7 @@ class FlexCase(Case):
                 assert error < 0.001, f"{self.id}: {name} of request {request} has an error of {error}"
         return worst_error(self, found)
 
-    def block_mask(self, inputs: FlexArrays) -> Any:
+    def block_mask(self, inputs: Arrays) -> Any:
         """rawmla's block mask, or None."""
         mask = mask_function(self.mask, self.extent, self.s, inputs.q.device)
         if self.cuda_text:
@@ -173,7 +158,6 @@ class FlexCase(Case):
         )
 
     def prepare(self) -> Prepared:
-        """See Case."""
         inputs = self.make_inputs()
         score, block_mask = self.score_function(inputs.table), self.block_mask(inputs)
         wanted = rawmla.AuxRequest(lse=True, max_scores=True) if self.further else None
@@ -183,9 +167,9 @@ class FlexCase(Case):
             return rawmla.flex_attention(*arrays, score, block_mask, enable_gqa=gqa, return_aux=wanted)
 
         error = self.check(inputs, *(call(0) if self.further else (call(0),)))
-        return Prepared(call, error, peers=self.peers(lambda make: [make(inputs)]))
+        return Prepared(call, error, peers=self.peers(lambda make: make(inputs)))
 
-    def peers(self, calls: Callable[[Callable[[Any], Call]], list[Call]]) -> dict[str, Any]:
+    def peers(self, calls: Callable[[Callable[[Any], Call]], Call]) -> dict[str, Any]:
         """torch's flex attention by both of its backends; `calls` takes what makes a forward call."""
         if not self.is_compared:
             return {}
@@ -194,7 +178,7 @@ class FlexCase(Case):
             "torch's FLASH": lambda: calls(lambda inputs: self.torch_flex(inputs, {"BACKEND": "FLASH"})),
         }
 
-    def torch_flex(self, inputs: FlexArrays, kernel_options: dict[str, Any] | None) -> Call:
+    def torch_flex(self, inputs: Arrays, kernel_options: dict[str, Any] | None) -> Call:
         """torch's flex attention, compiled; its result is checked."""
         if kernel_options is not None:
             import flash_attn.cute  # noqa: F401  (torch's error for want of it is none of an import)
@@ -259,7 +243,6 @@ class FlexBackwardCase(FlexCase):
 
     @property
     def id(self) -> str:
-        """The name."""
         name = super().id.replace("flex-", "flex-backward-", 1)
         return f"{name}-captured" if self.captured else name
 
@@ -272,7 +255,7 @@ class FlexBackwardCase(FlexCase):
         return 2 * super().bytes_moved() + 4 * self.b * self.s * self.h_q
 
     def _gradients(
-        self, inputs: FlexArrays, request: int, rows: Any, columns: Any, heads: slice, table: Any = None
+        self, inputs: Arrays, request: int, rows: Any, columns: Any, heads: slice, table: Any = None
     ) -> tuple[Any, Any, Any, Any]:
         wanted = inputs.table if table is None else table
         given, score = self.rows(inputs, request, rows, columns, wanted, heads)
@@ -280,7 +263,7 @@ class FlexBackwardCase(FlexCase):
         results = out, dout, inputs.lse[request, heads, rows]
         return reference.backpropagate(*given, results, score, captured=table)
 
-    def gradient_of_table(self, inputs: FlexArrays) -> Any:
+    def gradient_of_table(self, inputs: Arrays) -> Any:
         """The gradient of what the score function reads: a sum over all pairs, one head at a time."""
         table = inputs.table.detach().double().requires_grad_()
         total = torch.zeros_like(table)
@@ -290,11 +273,12 @@ class FlexBackwardCase(FlexCase):
                 total += self._gradients(inputs, request, slice(None), slice(None), one, table)[3]
         return total
 
-    def check_gradients(self, inputs: FlexArrays, gradients: Any) -> float:
+    def check_gradients(self, inputs: Arrays, gradients: Any) -> float:
         """Error of dq of a middle and the last token of the first and the last request (with one visible key
         dq is 0), of dk and dv of the first, a middle and the last; and of what the score function reads.
         """
-        every, heads, found = slice(None), slice(0, self.h_q), []
+        every, heads = slice(None), slice(0, self.h_q)
+        found: list[Any] = []
         dq, dk, dv = gradients[:3]
         for request in {0, self.b - 1}:
             tokens = [self.s // 2, self.s - 1]
@@ -312,7 +296,6 @@ class FlexBackwardCase(FlexCase):
         return worst_error(self, found)
 
     def prepare(self) -> Prepared:
-        """See Case."""
         inputs = self.make_inputs()
         block_mask = self.block_mask(inputs)
         if self.captured:
@@ -323,7 +306,7 @@ class FlexBackwardCase(FlexCase):
                 *(inputs.q, inputs.k, inputs.v, score, block_mask), enable_gqa=gqa, return_lse=True
             )
         self.check(inputs, out)
-        inputs = replace(inputs, dout=torch.randn_like(out), out=out, lse=lse)
+        inputs = inputs.but(dout=torch.randn_like(out), out=out, lse=lse)
         arrays = inputs.dout, inputs.q, inputs.k, inputs.v, out, lse
 
         def backward(deterministic: bool, score: Any) -> Call:
@@ -354,7 +337,6 @@ class BlockMaskCase(Case):
 
     @property
     def id(self) -> str:
-        """The name."""
         return f"flex-block-mask-causal-s{self.s}"
 
     def call(self, _: int = 0) -> Any:

@@ -34,21 +34,19 @@ def calls_per_graph(case: Case, most: int) -> int:
     return max(1, min(CALLS_PER_GRAPH, most // max(case.flops(), 1)))
 
 
-def _beside(ready: Prepared, kind: type[Graph], count: int, replays: int) -> tuple[dict[str, Graph], Row]:
-    """The timers of the libraries beside, and what went wrong with others. Of several ways to call a library
-    the fastest counts. One that is not installed is no failure.
+def _beside(ready: Prepared, kind: type[Graph], count: int) -> tuple[dict[str, Graph], Row]:
+    """The timers of the libraries beside, and what went wrong with others. One that is not installed is no
+    failure.
     """
     timers: dict[str, Graph] = {}
     failures: Row = {}
     for name, make in ready.peers.items():
         try:
-            ways = [kind(repeat(call, count), count) for call in make()]
+            timers[name] = kind(repeat(make(), count), count)
         except ImportError:
             continue
         except Exception as error:  # a peer's failure is a result to report, whatever its kind
             failures[name] = one_line(error)
-            continue
-        timers[name] = ways[0] if len(ways) == 1 else min(ways, key=lambda way: way.without_rests(replays).us)
     return timers, failures
 
 
@@ -74,7 +72,7 @@ def time_attention(case: Case, rounds: int, replays: int, sustain_seconds: float
     ready = case.prepare()
     count = calls_per_graph(case, GRAPH_FLOPS_IN_TURNS if rounds > 1 else GRAPH_FLOPS)
     kind = Enqueued if ready.ordered is not None and ready.peers else Graph
-    timers, failures = _beside(ready, kind, count, replays)
+    timers, failures = _beside(ready, kind, count)
     if not timers:
         kind = Graph
 

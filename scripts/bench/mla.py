@@ -13,7 +13,7 @@ from kit.generators import GARBAGE_PAGE
 from kit.sparse import SparseCase as Layout
 from kit.sparse import SparseInputs, make_cache
 
-from .cases import DTYPES, LENGTH_SEED, Call, Case, Prepared, Row, worst_error
+from .cases import DTYPES, LENGTH_SEED, Arrays, Call, Case, Prepared, Row, worst_error
 from .measure import GRAPH_FLOPS, calls_per_graph
 from .timing import CALLS_PER_GRAPH, repeat, rest, slope, time_graph
 
@@ -26,9 +26,6 @@ TOKEN_BYTES = {("v32", 576): 656, ("model1", 512): 584, ("bf16", 576): 1152, ("b
 COLD_L2_FACTOR = 3
 MAX_ROTATED_SETS = 64
 METADATA_GRAPH_CALLS = (20, 120)
-
-FA3_SPLITS = (0, 1, 2, 4, 8, 16, 32, 64, 128)
-"""Split counts tried for FlashAttention-3 (0: its own choice); the best one counts."""
 
 RANDOM_AT_A_TIME = 1 << 26
 """Random numbers drawn at a time for the indices of prefill (256 MiB), which bounds their memory."""
@@ -68,16 +65,6 @@ def _time_plan(replays: int, *arguments: Any, invariant: bool = False) -> float:
 
 
 @dataclass(frozen=True)
-class DecodeInputs:
-    """Device arrays of a decode case, with a block table for each rotated set of pages."""
-
-    q: Any
-    k_cache: Any
-    block_tables: list[Any]
-    cache_seqlens: Any
-
-
-@dataclass(frozen=True)
 class DecodeCase(Case):
     """One dense decode call: b requests of about s_k tokens each, paged cache, V inside K."""
 
@@ -95,7 +82,6 @@ class DecodeCase(Case):
 
     @property
     def id(self) -> str:
-        """The name."""
         mask = "-causal" if self.causal else ""
         kind = "varlen" if self.varlen else "fixed"
         mode = "-invariant" if self.batch_invariant else ""
@@ -119,7 +105,7 @@ class DecodeCase(Case):
         cache = sum(self.lengths()) * self.h_kv * self.d_qk
         return 2 * (cache + self.b * self.s_q * self.h_q * (self.d_qk + D_V))
 
-    def make_inputs(self, sets: int = 1, device: str = "cuda") -> DecodeInputs:
+    def make_inputs(self, sets: int = 1, device: str = "cuda") -> Arrays:
         """q normal(0, 1) clamped to [-1, 1], cache normal(0, 0.1), pages in a random order. `sets` disjoint
         sets of pages hold as many caches.
         """
@@ -138,9 +124,9 @@ class DecodeCase(Case):
                 row[:count] = next(numbers)
             tables.append(table.to(device))
         seqlens = torch.tensor(lengths, dtype=torch.int32, device=device)
-        return DecodeInputs(q, k_cache, tables, seqlens)
+        return Arrays(q=q, k_cache=k_cache, block_tables=tables, cache_seqlens=seqlens)
 
-    def check(self, inputs: DecodeInputs, out: Any) -> float:
+    def check(self, inputs: Arrays, out: Any) -> float:
         """Error of the first and the longest request."""
         lengths = self.lengths()
         chosen = sorted({0, lengths.index(max(lengths))})
@@ -154,11 +140,11 @@ class DecodeCase(Case):
         found = zip(chosen, out[chosen], want, strict=True)
         return worst_error(self, ((f"request {number}", got, one) for number, got, one in found))
 
-    def plan_arguments(self, inputs: DecodeInputs) -> tuple[Any, ...]:
+    def plan_arguments(self, inputs: Arrays) -> tuple[Any, ...]:
         """The arguments of get_mla_metadata."""
         return inputs.cache_seqlens, self.s_q * self.h_q // self.h_kv, self.h_kv, self.h_q
 
-    def decoder(self, function: Any, inputs: DecodeInputs, plan: Any, **keywords: Any) -> Call:
+    def decoder(self, function: Any, inputs: Arrays, plan: Any, **keywords: Any) -> Call:
         """Calls of FlashMLA's function, or of rawmla's of the same name."""
 
         def call(table: int) -> Any:
@@ -168,7 +154,6 @@ class DecodeCase(Case):
         return call
 
     def prepare(self) -> Prepared:
-        """See Case."""
         sets = rotated_sets(self)
         inputs, invariant = self.make_inputs(sets), self.batch_invariant
         plan = rawmla.get_mla_metadata(*self.plan_arguments(inputs), enable_batch_invariant=invariant)
@@ -181,52 +166,15 @@ class DecodeCase(Case):
             call,
             self.check(inputs, call(0)[0]),
             sets,
-            peers={
-                "FlashMLA": lambda: self.flash_mla(inputs),
-                "FlashAttention-3": lambda: self.flash_attention_3(inputs),
-            },
+            peers={"FlashMLA": lambda: self.flash_mla(inputs)},
             more=more,
         )
 
-    def flash_mla(self, inputs: DecodeInputs) -> list[Call]:
+    def flash_mla(self, inputs: Arrays) -> Call:
         """FlashMLA's calls."""
         module = _flash_mla()
         plan = module.get_mla_metadata(*self.plan_arguments(inputs)[:3])
-        return [self.decoder(module.flash_mla_with_kvcache, inputs, plan)]
-
-    def flash_attention_3(self, inputs: DecodeInputs) -> list[Call]:
-        """FlashAttention-3's calls, for each of FA3_SPLITS."""
-        from flash_attn_interface import flash_attn_with_kvcache
-
-        q_nope, q_rope = inputs.q[..., :D_V], inputs.q[..., D_V:].contiguous()
-
-        def with_splits(splits: int) -> Call:
-            return lambda _: flash_attn_with_kvcache(
-                q=q_rope,
-                k_cache=inputs.k_cache[..., D_V:],
-                v_cache=inputs.k_cache[..., :D_V],
-                qv=q_nope,
-                cache_seqlens=inputs.cache_seqlens,
-                page_table=inputs.block_tables[0],
-                softmax_scale=self.d_qk**-0.5,
-                causal=self.causal,
-                num_splits=splits,
-            )
-
-        return [with_splits(splits) for splits in FA3_SPLITS]
-
-
-@dataclass(frozen=True)
-class SparseArrays:
-    """Device arrays of a sparse case. `index_sets` holds one pair (indices, extra indices) per rotated set of
-    pages. What the case does not have is None.
-    """
-
-    q: Any
-    k_cache: Any
-    extra_k_cache: Any
-    index_sets: list[tuple[Any, Any]]
-    extra_topk_length: Any
+        return self.decoder(module.flash_mla_with_kvcache, inputs, plan)
 
 
 @dataclass(frozen=True)
@@ -252,7 +200,6 @@ class SparseCase(Case):
 
     @property
     def id(self) -> str:
-        """The name."""
         extra = f"-extra{self.extra_topk}page{self.extra_page_block_size}" if self.extra_topk else ""
         length = "" if self.extra_tokens is None else "-lengths"
         mode = "-invariant" if self.batch_invariant else ""
@@ -294,7 +241,7 @@ class SparseCase(Case):
         gap = 1 if self.layout == "model1" else 0
         return Layout(b=self.b, s_q=self.s_q, h_q=self.h_q, layout=self.layout, d_qk=self.d_qk, block_gap=gap)
 
-    def make_inputs(self, sets: int = 1, device: str = "cuda") -> SparseArrays:
+    def make_inputs(self, sets: int = 1, device: str = "cuda") -> Arrays:
         """q normal(0, 1) clamped to [-1, 1], caches normal(0, 0.1) and quantised, pages in a random order,
         indices a random subset of the request's tokens. `sets` disjoint sets of pages hold as many caches.
         """
@@ -308,7 +255,13 @@ class SparseCase(Case):
             )
         lengths = self.extra_lengths()
         length = None if lengths is None else torch.tensor(lengths, dtype=torch.int32, device=device)
-        return SparseArrays(q, k_cache, extra_cache, list(zip(indices, extra_indices, strict=True)), length)
+        return Arrays(
+            q=q,
+            k_cache=k_cache,
+            extra_k_cache=extra_cache,
+            index_sets=list(zip(indices, extra_indices, strict=True)),
+            extra_topk_length=length,
+        )
 
     def _cache(self, page: int, topk: int, sets: int, device: str) -> tuple[Any, list[Any]]:
         pages = -(-self.s_k // page)
@@ -321,7 +274,7 @@ class SparseCase(Case):
             found.append((block * page + token % page).int())
         return k_cache, found
 
-    def check(self, inputs: SparseArrays, out: Any) -> float:
+    def check(self, inputs: Arrays, out: Any) -> float:
         """Error of the first and the last request."""
         found = []
         for request in {0, self.b - 1}:
@@ -340,7 +293,7 @@ class SparseCase(Case):
             found.append((f"request {request}", out[part], torch_reference.sparse_decode(chosen)[0]))
         return worst_error(self, found)
 
-    def decoder(self, function: Any, q: Any, inputs: SparseArrays, plan: Any) -> Call:
+    def decoder(self, function: Any, q: Any, inputs: Arrays, plan: Any) -> Call:
         """Calls of FlashMLA's function, or of rawmla's of the same name."""
 
         def call(number: int) -> Any:
@@ -357,16 +310,15 @@ class SparseCase(Case):
         return call
 
     def prepare(self) -> Prepared:
-        """See Case."""
         sets = rotated_sets(self)
         inputs, invariant = self.make_inputs(sets), self.batch_invariant
         plan, _ = rawmla.get_mla_metadata(enable_batch_invariant=invariant)
         call = self.decoder(rawmla.flash_mla_with_kvcache, inputs.q, inputs, plan)
 
-        def flash_mla() -> list[Call]:
+        def flash_mla() -> Call:
             module = _flash_mla()
             plan, _ = module.get_mla_metadata()
-            return [self.decoder(module.flash_mla_with_kvcache, _padded(inputs.q), inputs, plan)]
+            return self.decoder(module.flash_mla_with_kvcache, _padded(inputs.q), inputs, plan)
 
         def more(replays: int) -> Row:
             requests = torch.zeros(self.b, dtype=torch.int32, device="cuda")
@@ -376,21 +328,6 @@ class SparseCase(Case):
 
         error = self.check(inputs, call(0)[0])
         return Prepared(call, error, sets, peers={"FlashMLA": flash_mla}, more=more)
-
-
-@dataclass(frozen=True)
-class PrefillInputs:
-    """Device arrays of a prefill case. `kv_sets` holds s_kv tokens per rotated set.
-
-    `positions` are the selected tokens; `indices` are the rows or the slots where they lie. A paged cache has
-    its pages in the order of `block_table`, the same in each set; bf16 rows have none.
-    """
-
-    q: Any
-    kv_sets: list[Any]
-    indices: Any
-    positions: Any
-    block_table: Any
 
 
 @dataclass(frozen=True)
@@ -411,7 +348,6 @@ class PrefillCase(Case):
 
     @property
     def id(self) -> str:
-        """The name."""
         layout = f"bf16d{self.d_qk}" if self.layout == "bf16" else self.layout
         mode = "-invariant" if self.batch_invariant else ""
         return f"prefill-{layout}-q{self.s_q}-kv{self.s_kv}-h{self.h_q}-top{self.topk}{mode}"
@@ -426,10 +362,11 @@ class PrefillCase(Case):
         q_and_out = self.s_q * self.h_q * (self.d_qk + D_V)
         return tokens * TOKEN_BYTES[self.layout, self.d_qk] + 2 * q_and_out
 
-    def make_inputs(self, sets: int = 1, device: str = "cuda") -> PrefillInputs:
+    def make_inputs(self, sets: int = 1, device: str = "cuda") -> Arrays:
         """q normal(0, 1) clamped to [-1, 1], tokens normal(0, 0.1), of a paged cache quantised and in pages
-        in a random order, indices a random subset of the tokens. `sets` times as many tokens serve runs whose
-        data must not stay in L2.
+        in a random order, which is its `block_table`. `positions` are a random subset of the tokens, and
+        `indices` the rows or slots where they lie. `sets` times as many tokens serve runs whose data must not
+        stay in L2.
         """
         torch.manual_seed(0)
         q = torch.randn(self.s_q, self.h_q, self.d_qk, device=device).clamp_(-1, 1).bfloat16()
@@ -437,13 +374,14 @@ class PrefillCase(Case):
         if self.layout == "bf16":
             shape = sets, self.s_kv, 1, self.d_qk
             kv = torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(0, 0.1)
-            return PrefillInputs(q, list(kv), positions, positions, None)
+            return Arrays(q=q, kv_sets=list(kv), indices=positions, positions=positions, block_table=None)
         page = self.page_block_size
         pages = -(-self.s_kv // page)
         k_cache = make_cache(self._layout(1), sets * pages, page, device)
         table = torch.randperm(pages, device=device)
         indices = (table[positions // page] * page + positions % page).int()
-        return PrefillInputs(q, list(k_cache.split(pages)), indices, positions, table.int()[None])
+        kv_sets, table = list(k_cache.split(pages)), table.int()[None]
+        return Arrays(q=q, kv_sets=kv_sets, indices=indices, positions=positions, block_table=table)
 
     def _subsets(self, device: str) -> Any:
         """`topk` distinct tokens of the s_kv per query token, in a random order: int32 [s_q, 1, topk]."""
@@ -457,7 +395,7 @@ class PrefillCase(Case):
         """The case as tests/kit knows it: `b` query tokens as requests that share a cache."""
         return Layout(b=b, h_q=self.h_q, layout=self.layout, d_qk=self.d_qk)
 
-    def check(self, inputs: PrefillInputs, out: Any) -> float:
+    def check(self, inputs: Arrays, out: Any) -> float:
         """Error of some query tokens, the first and the last among them."""
         count = min(SAMPLED_QUERIES, self.s_q)
         queries = torch.linspace(0, self.s_q - 1, count, dtype=torch.float64).round().long().to(out.device)
@@ -472,7 +410,7 @@ class PrefillCase(Case):
         found = zip(queries.tolist(), out[queries], want[:, 0], strict=True)
         return worst_error(self, ((f"query token {token}", got, one) for token, got, one in found))
 
-    def time_gathered(self, inputs: PrefillInputs, replays: int) -> Row:
+    def time_gathered(self, inputs: Arrays, replays: int) -> Row:
         """The other way to prefill from a paged cache: gather its tokens into bf16 rows and attend those.
         Both together, and the gather alone.
         """
@@ -497,7 +435,6 @@ class PrefillCase(Case):
         }
 
     def prepare(self) -> Prepared:
-        """See Case."""
         sets = rotated_sets(self)
         inputs = self.make_inputs(sets)
 
@@ -511,10 +448,10 @@ class PrefillCase(Case):
                 enable_batch_invariant=self.batch_invariant,
             )[0]
 
-        def flash_mla() -> list[Call]:
+        def flash_mla() -> Call:
             module, q = _flash_mla(), _padded(inputs.q)
             kv, indices = inputs.kv_sets[0], inputs.indices
-            return [lambda _: module.flash_mla_sparse_fwd(q, kv, indices, self.d_qk**-0.5)]
+            return lambda _: module.flash_mla_sparse_fwd(q, kv, indices, self.d_qk**-0.5)
 
         error = self.check(inputs, call(0))
         if inputs.block_table is None:
@@ -533,7 +470,6 @@ class MetadataCase(Case):
 
     @property
     def id(self) -> str:
-        """The name."""
         return f"metadata-b{self.b}"
 
 

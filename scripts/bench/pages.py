@@ -11,7 +11,6 @@ import argparse
 import json
 import sys
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from . import ROOT, record
@@ -41,32 +40,10 @@ FOOTNOTE = (
 COUNTS = ("passed", "failed", "skipped")
 
 
-def group_of_tests(name: str) -> str:
-    """What a test file is about: the first word of a name under tests/gpu."""
-    path = Path(name)
-    if path.parent.name == "gpu":
-        return path.stem.removeprefix("test_").split("_")[0]
-    return "README's examples" if path.stem == "test_readme" else "no GPU needed"
-
-
 def count(rows: Iterable[Row]) -> dict[str, int]:
     """Passed, failed and skipped of some files or tools together."""
     rows = list(rows)
     return {key: sum(row[key] for row in rows) for key in COUNTS}
-
-
-def test_cells(parts: Sequence[record.Part]) -> Cells:
-    """A row for each group of test files."""
-    groups: dict[str, list[Row]] = {}
-    for row in sorted(record.latest(parts, "tests"), key=lambda row: str(row["file"])):
-        groups.setdefault(group_of_tests(row["file"]), []).append(row)
-    return [
-        ["tests", "files", *COUNTS],
-        *(
-            [name, str(len(rows)), *(f"{number:,}" for number in count(rows).values())]
-            for name, rows in groups.items()
-        ),
-    ]
 
 
 def describe_tests(parts: Sequence[record.Part]) -> str:
@@ -201,7 +178,7 @@ def performance_page(parts: Sequence[record.Part]) -> str:
     ]
     if any(part["stage"] == "bench" for part in parts):
         texts += bench_texts(parts)
-    texts += ["## Tests", describe_tests(parts), markdown(test_cells(parts), code=False)]
+    texts += ["## Tests", describe_tests(parts)]
     reasons = {reason for row in record.latest(parts, "tests") for reason in row["skip_reasons"]}
     if reasons:
         texts.append("Skipped because: " + "; ".join(sorted(reasons)) + ".")

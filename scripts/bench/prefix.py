@@ -11,7 +11,7 @@ import torch
 import rawmla
 
 from . import reference
-from .cases import LENGTH_SEED, Case, Prepared, worst_error
+from .cases import LENGTH_SEED, Arrays, Case, Prepared, worst_error
 
 X = {"bf16": 8, "fp8": 16}
 """Dimensions that lie together in k_cache: 16 bytes, as in vLLM."""
@@ -21,25 +21,6 @@ SCALES = 0.03, 0.02
 
 OUT_SCALE = 2.0**-10
 """Of an FP8 output. Its numbers are normal ones then; results of some thousand keys are about 0.02."""
-
-
-@dataclass(frozen=True)
-class PrefixArrays:
-    """Device arrays of a case: the new tokens of all requests one after the other in q, k and v, out for
-    them, and the cache. What the case does not have is None.
-    """
-
-    q: Any
-    k: Any
-    v: Any
-    out: Any
-    k_cache: Any
-    v_cache: Any
-    block_table: Any
-    start_loc: Any
-    seq_lens: Any
-    alibi_slopes: Any
-    sinks: Any
 
 
 @dataclass(frozen=True)
@@ -67,7 +48,6 @@ class PrefixCase(Case):
 
     @property
     def id(self) -> str:
-        """The name."""
         parts = ["prefix", f"b{self.b}", f"q{self.query_len}", f"ctx{self.ctx_len}"]
         parts += [f"h{self.h_q}kv{self.h_kv}", f"d{self.d}", f"{self.cache}page{self.page_block_size}"]
         parts += [f"window{self.window}"] if self.window is not None else []
@@ -99,7 +79,7 @@ class PrefixCase(Case):
         heads = queries * self.h_q * (2 + (1 if self.fp8_out else 2)) + 2 * queries * self.h_kv * 2
         return self.d * (heads + 2 * context * self.h_kv * (2 if self.cache == "bf16" else 1))
 
-    def make_inputs(self, device: str = "cuda") -> PrefixArrays:
+    def make_inputs(self, device: str = "cuda") -> Arrays:
         """q, keys and values normal(0, 1); pages in a random order.
 
         As in engines, requests have pages for their new tokens too, which the kernel does not read.
@@ -127,21 +107,21 @@ class PrefixCase(Case):
             row[: len(numbers)] = numbers
         q = normal(sum(lengths), self.h_q, self.d)
         slopes = [2 ** (-8 * (head + 1) / self.h_q) for head in range(self.h_q)]
-        return PrefixArrays(
-            q,
-            normal(sum(lengths), self.h_kv, self.d),
-            normal(sum(lengths), self.h_kv, self.d),
-            torch.empty_like(q, dtype=torch.float8_e4m3fn if self.fp8_out else q.dtype),
-            cache(SCALES[0], blocks, self.h_kv, self.d // x, page, x),
-            cache(SCALES[1], blocks, self.h_kv, self.d, page),
-            table.to(device),
-            integers([0, *accumulate(lengths)]),
-            integers(seq_lens),
-            torch.tensor(slopes, device=device) if self.alibi else None,
-            normal(self.h_q) if self.sink else None,
+        return Arrays(
+            q=q,
+            k=normal(sum(lengths), self.h_kv, self.d),
+            v=normal(sum(lengths), self.h_kv, self.d),
+            out=torch.empty_like(q, dtype=torch.float8_e4m3fn if self.fp8_out else q.dtype),
+            k_cache=cache(SCALES[0], blocks, self.h_kv, self.d // x, page, x),
+            v_cache=cache(SCALES[1], blocks, self.h_kv, self.d, page),
+            block_table=table.to(device),
+            start_loc=integers([0, *accumulate(lengths)]),
+            seq_lens=integers(seq_lens),
+            alibi_slopes=torch.tensor(slopes, device=device) if self.alibi else None,
+            sinks=normal(self.h_q) if self.sink else None,
         )
 
-    def call(self, inputs: PrefixArrays) -> Any:
+    def call(self, inputs: Arrays) -> Any:
         """Call rawmla; returns out."""
         longest = max(self.query_lengths())
         return rawmla.context_attention_fwd(
@@ -154,7 +134,7 @@ class PrefixCase(Case):
             sinks=inputs.sinks,
         )
 
-    def keys_of_request(self, inputs: PrefixArrays, request: int, own: slice) -> tuple[Any, Any]:
+    def keys_of_request(self, inputs: Arrays, request: int, own: slice) -> tuple[Any, Any]:
         """K and V of all positions of a request in float64, `[positions, h_kv, d]` each."""
         pages = inputs.block_table[request, : -(-self.ctx_len // self.page_block_size)].long()
         k = inputs.k_cache[pages].double().permute(0, 3, 1, 2, 4).flatten(3).flatten(0, 1)[: self.ctx_len]
@@ -165,12 +145,12 @@ class PrefixCase(Case):
             torch.cat([v * v_scale, inputs.v[own].double()]),
         )
 
-    def check(self, inputs: PrefixArrays, out: Any) -> float:
+    def check(self, inputs: Arrays, out: Any) -> float:
         """Error of the first, a middle and the last new token of the first and the last request. Of FP8
         output, whose rounding alone makes about 2.6 %, 4 % are allowed.
         """
         lengths = self.query_lengths()
-        found = []
+        found: list[Any] = []
         for request in {0, self.b - 1}:
             begin = sum(lengths[:request])
             k, v = self.keys_of_request(inputs, request, slice(begin, begin + lengths[request]))
@@ -194,7 +174,6 @@ class PrefixCase(Case):
         return worst_error(self, found, 0.04 if self.fp8_out else 0.01)
 
     def prepare(self) -> Prepared:
-        """See Case."""
         inputs = self.make_inputs()
         return Prepared(lambda _: self.call(inputs), self.check(inputs, self.call(inputs)))
 

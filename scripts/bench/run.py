@@ -16,31 +16,22 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .cases import Case
 
-SUSTAINED_TOTAL_SECONDS = 360.0
-"""Load of all cases together; with more cases than it has room for, each gets less than --sustain-seconds."""
-
 INTERRUPTED = 130
 """Exit status after Ctrl-C, as shells have it."""
-
-
-class Parser(argparse.ArgumentParser):
-    """An argument parser that says in one line what is wrong."""
-
-    def error(self, message: str) -> NoReturn:
-        """Exit with status 2."""
-        self.exit(2, f"{self.prog}: {message}\n")
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line, checked as far as it can be before anything runs. `chosen` are the cases, `stored`
     the times to compare with.
     """
-    parser = Parser(prog="bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
         "--cases", metavar="REGEX", help="run the cases whose name matches, e.g. 'b128-q1' or 'metadata'"
     )
@@ -53,8 +44,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         type=float,
         default=2.0,
         metavar="S",
-        help="seconds of load without rest for the sustained figure of an attention case (default 2, 0: none;"
-        f" all cases together at most {SUSTAINED_TOTAL_SECONDS:.0f})",
+        help="seconds of load without rest for the sustained figure of an attention case (default 2)",
     )
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="write a record to FILE, anew after each case"
@@ -77,14 +67,6 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     except ValueError as error:
         parser.error(str(error))
     return options
-
-
-def sustain_seconds(chosen: Sequence[Case], wanted: float) -> float:
-    """Seconds of load per case: what is wanted, or less where SUSTAINED_TOTAL_SECONDS has no room for it."""
-    from .families import family_of
-
-    count = sum(family_of(case.id).attention for case in chosen)
-    return min(wanted, SUSTAINED_TOTAL_SECONDS / max(count, 1))
 
 
 def compile_kernels() -> list[str]:
@@ -135,7 +117,7 @@ def measure(options: argparse.Namespace, part: dict[str, Any], save: Callable[[]
         beside.wait()
     finally:
         beside.stop()
-    replays, seconds = options.replays, sustain_seconds(options.chosen, options.sustain_seconds)
+    replays, seconds = options.replays, options.sustain_seconds
     part |= {"replays": replays, "sustain_seconds": seconds, "ceilings": [measure_ceilings(replays)]}
     rows, begin = part["rows"], time.monotonic()
     for number, case in enumerate(options.chosen, 1):

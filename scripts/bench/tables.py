@@ -3,13 +3,12 @@
 import io
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from .cases import CUDNN, FLASH_ATTENTION_4, OURS, Row
-from .families import FAMILIES, Family, family_of, table
+from .cases import OURS, Row
+from .families import FAMILIES, Family, family_of
 from .ratios import STORED_WAY, WAYS, Pair, Stored, better, pairs, summary
 
 Cells = list[list[str]]
@@ -51,30 +50,6 @@ def _timed_as(row: Row) -> str:
     return "calls" if "beside" in row else "graphs"
 
 
-def stand_in_share(row: Row) -> float:
-    """FlashAttention-4's time over cuDNN's, about what runs with both found. cuDNN's backward is slow with
-    192/128 and no mask.
-    """
-    case: Any = table()[row["case"]][1]
-    if "deterministic_us" not in row:
-        return 0.75 if case.d_qk == 96 else 0.90
-    if case.d_qk == 192 and not case.causal:
-        return 0.57
-    return {96: 0.75, 256: 1.11}.get(case.d_qk, 0.87)
-
-
-def _stand_in(way: str) -> Column:
-    """What stands for FlashAttention-4 where only cuDNN ran beside: a share of cuDNN's time."""
-
-    def cell(row: Row) -> str:
-        beside, key = row.get("beside", {}), WAYS[way]
-        if FLASH_ATTENTION_4 in beside or key not in beside.get(CUDNN, {}):
-            return EMPTY
-        return f"{stand_in_share(row) * beside[CUDNN][key] / beside[OURS][key]:.3f}"
-
-    return Column(f"stand-in for {FLASH_ATTENTION_4} / ours, {way}", cell)
-
-
 NAME = Column("case", lambda row: str(row["case"]))
 SHORT = (
     _number("rested µs", "us", 1),
@@ -99,8 +74,6 @@ COLUMNS = (
     _number("deterministic / plain", "deterministic_ratio", 3),
     _number("captured gradient / none", "captured_ratio", 3),
     Column("timed as", _timed_as),
-    _stand_in("rested"),
-    _stand_in("sustained"),
 )
 
 
