@@ -231,7 +231,7 @@ CASES = (
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_a_case_is_checked(case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The right result passes, one that is 2 % off (FP8: 10) does not; what is timed is what was checked."""
-    bound = 0.03 if getattr(case, "fp8_out", False) else 0.004
+    bound = 0.04 if getattr(case, "fp8_out", False) else 0.004
     with monkeypatch.context() as patched:
         called = on_host(patched)
         ready = case.prepare()

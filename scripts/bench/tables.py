@@ -1,6 +1,7 @@
 """Results as text: tables for the terminal, Markdown with every column for the pages."""
 
 import io
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -182,7 +183,7 @@ def text_report(rows: Sequence[Row], stored: Sequence[Stored]) -> str:
             parts.append(f"{family.title}\n{fitted(cells)}")
     cells = summary_cells(rows, stored)
     if cells:
-        parts.append(f"{fitted(cells, (0, 1))}\n{NOTE}")
+        parts.append(f"{fitted(cells, (0, 1))}\n{textwrap.fill(NOTE, WIDTH)}")
     parts.append("Every column, such as power, clocks and rates, is in the file of --json.")
     return "\n\n".join(parts)
 
