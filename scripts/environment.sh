@@ -1,8 +1,8 @@
 # Sourced by bench.sh and test.sh, which share .venv: both install what this machine can use.
 #
 #   has_driver                    whether there is an NVIDIA driver
-#   install EXTRA [PACKAGE ...]   makes .venv in the repository if there is none, and installs rawmla with the
-#                                 extra named, CUDA libraries for the driver, and torch
+#   install EXTRA [PACKAGE ...]   makes .venv in the repository if there is none, and installs rawmla with CUDA
+#                                 libraries for the driver, torch, and the extra named unless it is empty
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 # Else each of some hundred processes compiles the modules that it imports.
@@ -21,7 +21,7 @@ cuda_extra() {
 install() {
     local cuda extras packages size="about 4 GB, some minutes"
     cuda=$(cuda_extra)
-    extras=$cuda,torch,$1
+    extras=$cuda,torch${1:+,$1}
     packages=("${@:2}")
     if ! has_driver; then
         # A build for CPUs is enough. pip takes one where it finds it, and only of the release that is named.

@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 CUDA_OF = {"cu12": 12, "cu13": 13}
 OPTIONS = ((), ("torch",))
-TOOLS = ("test", "plot")
+TOOLS = ((), ("test",))
 WITHOUT_A_DRIVER = ("cu13", "torch", "test", "torch==2.13.0")
 """What scripts/environment.sh installs there."""
 NVRTC_OF = {12: "nvidia-cuda-nvrtc-cu12", 13: "nvidia-cuda-nvrtc"}
@@ -36,24 +36,14 @@ NVRTC_RANGE = ((12, 6), (13, 5))
 def combinations() -> Iterator[tuple[str, tuple[str, ...]]]:
     """Python version and extras of every documented installation, maybe with a release of torch."""
     for python, cuda, option, tool in itertools.product(PYTHONS, CUDA_OF, OPTIONS, TOOLS):
-        yield python, (cuda, *option, tool)
+        yield python, (cuda, *option, *tool)
     for python in PYTHONS:
         yield python, WITHOUT_A_DRIVER
 
 
 def resolve(python: str, extras: tuple[str, ...]) -> dict[str, str]:
     """Package name to version. Raises ``RuntimeError`` with the resolver's words if there is no solution."""
-    command = [
-        "uv",
-        "pip",
-        "compile",
-        "pyproject.toml",
-        "-",
-        "--quiet",
-        "--no-config",
-        "--no-header",
-        "--no-annotate",
-    ]
+    command = "uv pip compile pyproject.toml - --quiet --no-config --no-header --no-annotate".split()
     command += ["--python", sys.executable, "--no-python-downloads", "--only-binary", ":all:"]
     command += ["--python-version", python, "--python-platform", "x86_64-manylinux_2_28"]
     releases = [word for word in extras if "==" in word]

@@ -15,7 +15,7 @@ KERNEL_PAGES = sorted((ROOT / "docs" / "kernels").glob("*.md"))
 MADE_ON_THE_GPU_MACHINE = {"docs/gpu-record.json", "docs/roofline.png"}
 OTHER_PROGRAMS_OPTIONS = {"--quiet", "--editable", "--no-deps", "--full"}  # the last of tests/conftest.py
 ENGINES_OPTIONS = {"--attention-backend", "--model-path", "--dsa-prefill-backend", "--dsa-decode-backend"}
-NEED_TORCH = {"--sources"}  # of scripts/record_contracts.py, which does not start without torch
+NEED_TORCH = {"--sources"}  # of tests/contracts/record.py, which does not start without torch
 FILES_TO_WRITE = {"NAME.cu", "NAME.py", "trace.py"}  # "how to add" in docs/contributing.md
 FILES_OF_READERS = {"script.py"}
 CUDA_FOLDERS = ("common", "ptx", "layout", "mla", "mha", "flex", "kernels")  # as in docs/architecture.md
@@ -201,7 +201,7 @@ def help_text(*command: str) -> str:
 def test_options_exist() -> None:
     programs = [["-m", "rawmla", command] for command in ("info", "compile", "flash-mla")]
     programs.append(["-m", "tests.emulator"])
-    programs += [[f"scripts/{name}.py"] for name in ("bench", "gpu_check", "update_figures")]
+    programs += [[f"scripts/{name}"] for name in ("bench", "gpu_check.py", "update_figures.py")]
     known = {option for command in programs for option in re.findall(r"--[a-z][a-z-]*", help_text(*command))}
     for page in PAGES:
         named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z](?!\w)", page.read_text()))

@@ -110,7 +110,7 @@ def test_the_test_command(tmp_path: Path, answer: str, installed: str) -> None:
 
 def test_the_benchmark_installs_the_same(tmp_path: Path) -> None:
     (_, install, _), _ = commands_of("bench.sh", tmp_path, "exit 9")
-    assert install.endswith("--editable .[cu13,torch,plot] nvidia-ml-py pytest torch==2.13.0")
+    assert install.endswith("--editable .[cu13,torch] nvidia-ml-py pytest torch==2.13.0")
 
 
 @pytest.mark.parametrize(

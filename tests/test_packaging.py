@@ -114,7 +114,7 @@ def test_sdist_contents(built: Path) -> None:
         "LICENSE",
         "tests/test_packaging.py",
         "tests/kit/torch_reference.py",
-        "scripts/bench.py",
+        "scripts/bench/run.py",
         "tests/contracts/vllm-0.33.0.json",
         "examples/decode_torch.py",
     } <= names

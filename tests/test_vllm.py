@@ -42,9 +42,9 @@ def install_entry_points(folder: Path) -> None:
 
 VERSION = installed_version()
 IMPORTS = f"""
-sys.path[:0] = {[str(ROOT), str(ROOT / "scripts"), str(ROOT / "tests" / "gpu")]}
-import record_contracts
-record_contracts.vllm_without_gpu()
+sys.path[:0] = {[str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "gpu")]}
+from contracts import record
+record.vllm_without_gpu()
 """
 pytestmark = pytest.mark.skipif(
     VERSION not in vllm.ENGINE.tested,

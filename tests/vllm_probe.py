@@ -1,7 +1,7 @@
 """Looks at the real vLLM with the plug-in in it; run by tests/test_vllm.py, one function per process,
 most of them in a process where vLLM is imported already.
 
-vLLM is imported on the CPU as scripts/record_contracts.py does it. Prints what it found as JSON.
+vLLM is imported on the CPU as tests/contracts/record.py does it. Prints what it found as JSON.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[1] / name) for name in ("scripts", "tests/gpu")]
+sys.path[:0] = [str(Path(__file__).resolve().parents[1] / name) for name in ("tests", "tests/gpu")]
 
 import torch  # noqa: E402
 
-import record_contracts  # noqa: E402
+from contracts import record as record_contracts  # noqa: E402
 
 IMPORTERS = (  # what imports FlashMLA's names, in vLLM 0.33.0
     "vllm.v1.attention.backends.mla.flashmla",

@@ -1,6 +1,6 @@
 """The calls of engines in tests/contracts: their views in memory, values for them, and what they should give.
 
-scripts/record_contracts.py writes the files. A view has the recorded shape, strides and storage offset, and
+tests/contracts/record.py writes the files. A view has the recorded shape, strides and storage offset, and
 lies in a parent of poison of the recorded size. Works on any device, so that tests/test_recorded_calls.py can
 hold it against the reference without a GPU.
 """
@@ -37,7 +37,7 @@ LAYOUT_OF_BYTES = {656: "v32", 584: "model1"}
 
 @dataclass(frozen=True)
 class Recorded:
-    """One call as an engine made it. `source` is "recorded" or "read": see scripts/record_contracts.py."""
+    """One call as an engine made it. `source` is "recorded" or "read": see tests/contracts/record.py."""
 
     engine: str
     version: str

@@ -1,4 +1,4 @@
-"""Timing of CUDA graphs through torch, rested, without rests, and under a load of seconds.
+"""Timing of calls through torch, rested, without rests and under load; and of calls on the host.
 
 Needs torch with a CUDA GPU. Times are in microseconds.
 """
@@ -26,10 +26,14 @@ REST_SECONDS = 0.2
 FULL_CLOCK_SECONDS = 0.03
 # Of rest, times as long as what ran before it: two replays of warm-up; and the timed ones, for the next case.
 COOL_DOWN = 10
-# After a load of seconds, for the next case.
-REST_AFTER_LOAD_SECONDS = 0.5
+# After a load, for the next case.
+REST_AFTER_LOAD_SECONDS = 0.3
 # Under load so much work waits on the GPU's queue: more than the host is ever late, less than a load lasts.
 QUEUED_SECONDS = 0.02
+# A GPU's clock, rounded up.
+CYCLES_PER_SECOND = 2 * 10**9
+HOST_BURSTS = 10
+HOST_CALLS = 500  # of a burst
 
 
 @dataclass(frozen=True)
@@ -102,10 +106,9 @@ class Graph:
             self._warm_up()
             return Timing.of(self._time(replays))
 
-    def sustained(self, seconds: float, rest_after: float = REST_AFTER_LOAD_SECONDS) -> dict[str, float]:
+    def sustained(self, seconds: float) -> dict[str, float]:
         """Replay without a pause for `seconds`: `us` is the mean of a call over the second half. `watts`,
-        `mhz` and `mj`, millijoules of a call, are of that half too, where power can be read. Rests afterwards
-        for `rest_after` seconds.
+        `mhz` and `mj`, millijoules of a call, are of that half too, where power can be read.
         """
         with torch.cuda.stream(self.stream), Meter(seconds / 2) as meter:
             _, replay = self._warm_up()
@@ -127,7 +130,6 @@ class Graph:
                     queued.popleft().synchronize()
             end.record()
             end.synchronize()
-        time.sleep(rest_after)
         us, figures = middle.elapsed_time(end) * 1e3 / (timed * self.count), meter.figures()
         if "watts" in figures:
             figures["mj"] = figures["watts"] * us / 1e3
@@ -158,6 +160,29 @@ class Graph:
         return samples
 
 
+class Enqueued(Graph):
+    """`calls` enqueued anew where a graph would be replayed."""
+
+    def __init__(self, calls: Callable[[], None], count: int) -> None:
+        self.count = count
+        self.calls = calls
+        self.stream = torch.cuda.Stream()
+        self.stream.wait_stream(torch.cuda.current_stream())
+        self._host_seconds = 0.0
+
+    def replay(self) -> None:
+        """Enqueue the calls."""
+        begin = time.perf_counter()
+        self.calls()
+        self._host_seconds = time.perf_counter() - begin
+
+    def hold_back(self) -> None:
+        """Let the GPU wait twice as long as the host took to enqueue the calls the last time. Else the host's
+        time up to the first kernel counts, which differs by a quarter of a millisecond between libraries.
+        """
+        torch.cuda._sleep(int(2 * self._host_seconds * CYCLES_PER_SECOND))
+
+
 def time_graph(calls: Callable[[], None], count: int, replays: int) -> Timing:
     """The rested time of a call of `calls`, which enqueues `count` of them."""
     return Graph(calls, count).rested(replays)
@@ -168,3 +193,33 @@ def slope(call: Callable[[int], Any], few: int, many: int, replays: int) -> floa
     short = time_graph(repeat(call, few), 1, replays).us
     long = time_graph(repeat(call, many), 1, replays).us
     return (long - short) / (many - few)
+
+
+def host_figures(name: str, call: Callable[[], Any]) -> dict[str, float]:
+    """Host microseconds of one call, warm; the queue never fills. Median and ninth decile of all calls, and
+    the median of the quietest burst of them: a host with neighbours is slow for hundredths of a second at a
+    time.
+    """
+
+    def burst() -> list[float]:
+        samples = []
+        for i in range(HOST_CALLS):
+            if i % 20 == 0:
+                torch.cuda.synchronize()
+            start = time.perf_counter_ns()
+            call()
+            samples.append((time.perf_counter_ns() - start) / 1e3)
+        torch.cuda.synchronize()
+        return samples
+
+    burst()
+    bursts = []
+    for _ in range(HOST_BURSTS):
+        time.sleep(REST_SECONDS)
+        bursts.append(burst())
+    calls = sorted(sample for samples in bursts for sample in samples)
+    return {
+        f"{name}_call_us": statistics.median(calls),
+        f"{name}_call_p90_us": calls[int(0.9 * len(calls))],
+        f"{name}_call_quiet_us": min(map(statistics.median, bursts)),
+    }

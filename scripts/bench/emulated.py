@@ -7,40 +7,26 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 from rawmla import jit, kernels
 from rawmla.errors import CompileError
 
-from . import REPO_ROOT
-from .columns import EMPTY, Cells
+from . import ROOT
+from .cases import one_line
 from .families import Family
-from .report import Progress, fitted, one_line
+from .tables import EMPTY, Cells, fitted
 
-FOLDER = REPO_ROOT / "build" / "emulator"
+FOLDER = ROOT / "build" / "emulator"
 """Where the emulator keeps the kernels that g++ compiles."""
 
-KEPT = (
-    "label",
-    "threads",
-    "registers",
-    "spill_stores",
-    "spill_loads",
-    "local_bytes",
-    "static_shared_bytes",
-    "dynamic_shared_bytes",
-    "compile_seconds",
-    "nvrtc",
-    "problem",
-)
-"""Fields of a kernel's build metadata that --json stores."""
-
 Build = Callable[[jit.KernelSpec], Any]
+Kernel = dict[str, Any]
 
 
-def built(spec: jit.KernelSpec, build: Build) -> dict[str, Any]:
+def built(spec: jit.KernelSpec, build: Build) -> Kernel:
     """Label, resources and compile time of a variant; of one that does not compile, label and `problem`."""
     try:
         return {"label": spec.label, **build(spec).meta}
@@ -48,73 +34,65 @@ def built(spec: jit.KernelSpec, build: Build) -> dict[str, Any]:
         return {"label": spec.label, "problem": str(error)}
 
 
-def compile_specs(specs: Sequence[jit.KernelSpec]) -> list[dict[str, Any]]:
+def compile_specs(specs: Sequence[jit.KernelSpec]) -> list[Kernel]:
     """Build variants on all cores, or take them from the cache; see `built`."""
-    progress = Progress(len(specs), sys.stderr)
+    print(f"compiling {len(specs)} kernels", file=sys.stderr, flush=True)
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # NVRTC runs without the interpreter lock
-        jobs = {pool.submit(built, spec, jit.build): spec for spec in specs}
-        try:
-            for job in as_completed(jobs):
-                job.result()  # raises what makes the rest useless, such as a prebuilt folder that is refused
-                progress.step(f"compiled {jobs[job].label}")
-        finally:
-            pool.shutdown(cancel_futures=True)
-    return [job.result() for job in jobs]
+        return list(pool.map(lambda spec: built(spec, jit.build), specs))
 
 
 @dataclass
-class Row:
+class Result:
     """What came of a family's small case, and the kernels that it ran: see `built`."""
 
     title: str
     error: float | None = None
     problem: str = ""
-    kernels: Sequence[dict[str, Any]] = ()
+    kernels: Sequence[Kernel] = ()
 
 
-def run_small(families: Sequence[Family]) -> list[Row]:
+def run_small(families: Sequence[Family]) -> list[Result]:
     """Run the small case of each family on an emulated device, while NVRTC compiles the kernels."""
     from tests.emulator import Emulator
     from tests.emulator.__main__ import case_of
     from tests.emulator.cases import check, running_on
 
     build = jit.build  # of the library itself: the emulated device has another
-    progress = Progress(len(families), sys.stderr)
-    rows, jobs = [], []
+    results, jobs = [], []
     with ThreadPoolExecutor(1) as pool:
         for family in families:
-            row, emulator = Row(family.title), Emulator(FOLDER)
+            result, emulator = Result(family.title), Emulator(FOLDER)
             name, *fields = shlex.split(family.small)
             try:
                 with running_on(emulator):
-                    row.error = check(name, case_of(name, fields))()
+                    result.error = check(name, case_of(name, fields))()
             except Exception as problem:  # whatever went wrong, the other families are still worth their time
-                row.problem = f"{family.small}: {one_line(problem)}"
-            progress.step(f"{'FAILED' if row.problem else 'ran'} {family.title}: {family.small}")
-            rows.append(row)
+                result.problem = f"{family.small}: {one_line(problem)}"
+            said = "FAILED" if result.problem else "ran"
+            print(f"{said} {family.title}: {family.small}", file=sys.stderr, flush=True)
+            results.append(result)
             ran = [spec for spec in emulator.kernels if spec.label in emulator.launched]
             jobs.append([pool.submit(built, spec, build) for spec in ran])
-        for row, own in zip(rows, jobs, strict=True):
-            row.kernels = [job.result() for job in own]
-    return rows
+        for result, own in zip(results, jobs, strict=True):
+            result.kernels = [job.result() for job in own]
+    return results
 
 
 def missing_reason() -> str | None:
     """Why nothing can be emulated here, or None."""
-    for module in ("torch", "pytest"):
-        if importlib.util.find_spec(module) is None:
-            return f"the emulator needs {module}"
+    if importlib.util.find_spec("pytest") is None:
+        return "the emulator needs pytest"
     from tests import emulator
 
     return emulator.missing_reason()
 
 
-def cells_of(rows: Sequence[Row]) -> Cells:
-    """A line for each kernel of each row."""
+def cells_of(results: Sequence[Result]) -> Cells:
+    """A line for each kernel of each result."""
     cells = [["family", "error", "kernel", "registers", "spill B", "shared B"]]
-    for row in rows:
-        first = [row.title, EMPTY if row.error is None else f"{row.error:.1e}"]
-        for kernel in row.kernels:
+    for result in results:
+        first = [result.title, EMPTY if result.error is None else f"{result.error:.1e}"]
+        for kernel in result.kernels:
             figures = [EMPTY] * 3
             if "problem" not in kernel:
                 spills = kernel["spill_stores"] + kernel["spill_loads"]
@@ -125,9 +103,9 @@ def cells_of(rows: Sequence[Row]) -> Cells:
     return cells
 
 
-def run(reason: str, families: Sequence[Family]) -> dict[str, Any]:
-    """Run the small cases of families, or only compile kernels where nothing can be emulated; the result says
-    that nothing was timed, and why.
+def run(reason: str, families: Sequence[Family]) -> int:
+    """Run the small cases of families, or only compile kernels where nothing can be emulated, and say that
+    nothing was timed, and why. The exit status is 1 where something fails.
     """
     families = [family for family in families if family.small]
     missing = missing_reason()
@@ -137,28 +115,21 @@ def run(reason: str, families: Sequence[Family]) -> dict[str, Any]:
             "compiles its kernels for a GPU.\nThe first time this takes about a minute on two cores.",
             flush=True,
         )
-        rows = run_small(families)
+        results = run_small(families)
     else:
         print(f"{reason}: nothing is timed.\n{missing}: no kernel runs, one variant of each is compiled.")
         specs = {spec.name: spec for spec in reversed(kernels.all_specs())}
-        rows = [Row("compiled alone", kernels=compile_specs(list(specs.values())))]
-    print(fitted(cells_of(rows), (0, 2)))
-    found = {kernel["label"]: kernel for row in rows for kernel in row.kernels}
-    problems = [row.problem for row in rows if row.problem]
+        results = [Result("compiled alone", kernels=compile_specs(list(specs.values())))]
+    print(fitted(cells_of(results), (0, 2)))
+    found = {kernel["label"]: kernel for result in results for kernel in result.kernels}
+    problems = [result.problem for result in results if result.problem]
     problems += [kernel["problem"] for kernel in found.values() if "problem" in kernel]
     for problem in problems:
         print(f"FAILED: {problem}")
-    if missing is None:
+    if missing is None and families:
         print(
             "error: L2 norm of the difference from the float64 reference, over the norm of the reference.\n"
-            "One case again, or with other numbers:\n"
-            + "\n".join(f"  python -m tests.emulator {family.small}" for family in families[:1])
+            f"One case again, or with other numbers:\n  python -m tests.emulator {families[0].small}"
         )
     print(f"{len(found)} kernels compiled. Nothing was timed.")
-    return {
-        "timed": False,
-        "reason": reason,
-        "errors": {row.title: row.error for row in rows},
-        "kernels": [{key: kernel[key] for key in KEPT if key in kernel} for kernel in found.values()],
-        "good": not problems,
-    }
+    return 1 if problems else 0

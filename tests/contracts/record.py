@@ -1,4 +1,4 @@
-"""Record what an engine passes to FlashMLA: python scripts/record_contracts.py ENGINE [--sources DIR]
+"""Record what an engine passes to FlashMLA: python tests/contracts/record.py ENGINE [--sources DIR]
 
 ENGINE is vllm, sglang, or vllm-backend (rawmla's own attention backends in vLLM). Needs the engine's Python
 and torch, but no GPU and no compiled extension. The engine's own code is driven on the CPU with small
@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-CONTRACTS = Path(__file__).resolve().parents[1] / "tests" / "contracts"
+CONTRACTS = Path(__file__).resolve().parent
 PAGE = 64
 
 

@@ -1,0 +1,383 @@
+"""Everything that only a GPU machine can say, written to docs/gpu-record.json.
+
+Stages, in this order: `bench` (the benchmark; first, since minutes of tests heat the GPU and slow it),
+`tests` (every test file by several processes, long tests first, then those that measure time by themselves),
+`sanitizer` (the cases marked `sanitizer`, in parts and under each tool of compute-sanitizer, all side by
+side; keep their shapes tiny). A run of a stage is one part of the record, with its machine; what ran before
+stays beside what runs again. So the stages, and even the files or cases of one stage, can run in separate
+commands, on several machines of one kind: `--record FILE` writes elsewhere, `--merge FILE ...` makes one
+record of several, and says what failed or is missing. Tests that need two GPUs run where there are two, and
+are counted as skipped elsewhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from . import ROOT, record
+from . import run as benchmark
+
+STAGES = ("bench", "tests", "sanitizer")
+SANITIZER_TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
+MEASURING_TESTS = r"host_time"
+"""Names of the test files that measure time: they run with no other test beside them."""
+SANITIZER_ERROR = 86
+"""Exit status that compute-sanitizer gives when it finds something."""
+SANITIZER_PORT, SANITIZER_PORTS = 49152, 16
+"""The first of the ports by which compute-sanitizer and the process that it watches find each other, and how
+many each has for itself: it tries ten, which are too few for all of them together.
+"""
+SANITIZER_PATIENCE = ("--launch-timeout", "300")
+"""For imports of many processes at once, before their first call of CUDA: a minute by default."""
+CORES = os.cpu_count() or 1
+PROCESSES = max(1, min(15, CORES - 1))
+"""Processes of pytest-xdist. With more, a test would have too small a share of the GPU's memory."""
+ONE_THREAD_EACH = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+"""For processes side by side. As many threads as there are cores, in each of them, would make every small
+operation on the CPU wait for the others, and torch.compile would start as many processes.
+"""
+LONG_SECONDS = 3.0
+"""Tests that take this long are in the record by name, for the next run to begin with."""
+
+Counts = dict[str, Any]
+Answer = tuple[dict[str, Counts], int, str]
+"""Counts by file, exit status and output of a run of pytest."""
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--stage", action="append", choices=STAGES, help="run this stage only; may be repeated"
+    )
+    parser.add_argument("--tests", metavar="REGEX", help="run the test files whose path matches")
+    parser.add_argument(
+        "--test-args",
+        default=f"-n {PROCESSES} --dist load --maxschedchunk 4" if importlib.util.find_spec("xdist") else "",
+        metavar="TEXT",
+        help="options of pytest-xdist (default: %(default)r, where -n is how many processes share the GPU;"
+        " none where pytest-xdist is not installed)",
+    )
+    parser.add_argument(
+        "--tools", nargs="+", choices=SANITIZER_TOOLS, default=SANITIZER_TOOLS, help="sanitizer tools"
+    )
+    parser.add_argument(
+        "--sanitizer-parts",
+        type=int,
+        choices=range(1, 17),
+        default=max(1, min(4, CORES // len(SANITIZER_TOOLS))),
+        metavar="N",
+        help="parts of the cases, each in a process, that every tool watches (default %(default)d)",
+    )
+    parser.add_argument("--bench-args", default="", metavar="TEXT", help="options of the benchmark")
+    parser.add_argument("--commit", help="commit to record where the sources are no git checkout")
+    parser.add_argument(
+        "--record",
+        type=Path,
+        default=record.RECORD,
+        help="the record to add to (default docs/gpu-record.json)",
+    )
+    parser.add_argument(
+        "--merge", nargs="+", type=Path, metavar="FILE", help="run nothing; write these records as one"
+    )
+    return parser.parse_args(arguments)
+
+
+@dataclass
+class Run:
+    """A part of the record while it is made, and the parts before it."""
+
+    options: argparse.Namespace
+    part: record.Part
+    earlier: list[record.Part]
+
+    def parts(self) -> list[record.Part]:
+        """The earlier ones, and this one if it has a row."""
+        return [*self.earlier, self.part] if self.part["rows"] else self.earlier
+
+    def save(self) -> None:
+        """Write the record with the rows that are known by now."""
+        if self.part["rows"]:
+            record.write(self.parts(), self.options.record)
+
+
+def parse_junit(text: str) -> dict[str, Counts]:
+    """Counts per file of a JUnit report of the family xunit1, which names files: passed, failed, skipped,
+    reasons, the seconds of its tests, and the long ones by name.
+    """
+    found: dict[str, Counts] = {}
+    for case in ElementTree.fromstring(text).iter("testcase"):
+        # A file that is skipped as a whole has its module name in `name`, no `classname` and no file.
+        module = case.get("classname") or case.get("name") or ""
+        file = case.get("file") or f"{module.replace('.', '/')}.py"
+        counts = found.setdefault(file, {"passed": 0, "failed": 0, "skipped": 0, "skip_reasons": {}})
+        for key, empty in (("failures", []), ("seconds", 0.0), ("long", {})):
+            counts.setdefault(key, empty)
+        name = f"{module}::{case.get('name')}"
+        seconds = float(case.get("time", "0"))
+        counts["seconds"] = round(counts["seconds"] + seconds, 3)
+        if seconds >= LONG_SECONDS:
+            counts["long"][name] = seconds
+        skipped = case.find("skipped")
+        if case.find("failure") is not None or case.find("error") is not None:
+            counts["failed"] += 1
+            counts["failures"].append(name)
+        elif skipped is not None:
+            counts["skipped"] += 1
+            reason = skipped.get("message", "")
+            counts["skip_reasons"][reason] = counts["skip_reasons"].get(reason, 0) + 1
+        else:
+            counts["passed"] += 1
+    return found
+
+
+def run_pytest(
+    arguments: Iterable[str], prefix: Iterable[str], environment: dict[str, str], *, show: bool = True
+) -> Answer:
+    """Run pytest with a JUnit report. The output is also shown as it comes unless `show` is off."""
+    with tempfile.TemporaryDirectory() as folder:
+        junit = Path(folder) / "junit.xml"
+        command = [*prefix, sys.executable, *"-m pytest -q -p no:cacheprovider -o".split()]
+        # The family of reports that names the file of a test.
+        command += ["junit_family=xunit1", f"--junitxml={junit}", *arguments]
+        print("$", shlex.join(command), flush=True)
+        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": path, **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        assert process.stdout is not None
+        lines = []
+        for line in process.stdout:
+            if show:
+                print(line, end="", flush=True)
+            lines.append(line)
+        status = process.wait()
+        results = parse_junit(junit.read_text()) if junit.exists() else {}
+    return results, status, "".join(lines)
+
+
+def known_seconds(rows: Iterable[Counts]) -> dict[str, float]:
+    """What a test took, by its name where it was long, and in the mean of a file by the file's name."""
+    known: dict[str, float] = {}
+    for row in rows:
+        number = row["passed"] + row["failed"]
+        if number:
+            known |= row["long"]
+            known[row["file"]] = row["seconds"] / number
+    return known
+
+
+def side_by_side(run: Run, folder: Path) -> dict[str, str]:
+    """The environment of processes beside others: ONE_THREAD_EACH, and the order of tests/conftest.py."""
+    known = (record.read(record.RECORD) if record.RECORD.exists() else []) + run.earlier
+    path = folder / "seconds.json"
+    path.write_text(json.dumps(known_seconds(record.latest(known, "tests"))))
+    return {**ONE_THREAD_EACH, "TEST_SECONDS": str(path)}
+
+
+def test_files() -> list[str]:
+    """The test files of the tree, folder by folder: pytest 9.1 loses fixtures of a conftest.py where files of
+    several folders alternate. Those that emulate kernels, which take longest, come first in their folder, and
+    the GPU's folder comes last.
+    """
+
+    def place(path: Path) -> tuple[Any, ...]:
+        folder = path.parent
+        return folder.name == "gpu", folder, "emulated" not in path.name, path.name
+
+    paths = sorted((ROOT / "tests").rglob("test_*.py"), key=place)
+    return [path.relative_to(ROOT).as_posix() for path in paths]
+
+
+def run_tests(run: Run) -> bool:
+    """Run the test files and note their counts; True when all passed."""
+    names = [name for name in test_files() if not run.options.tests or re.search(run.options.tests, name)]
+    alone = [name for name in names if re.search(MEASURING_TESTS, name)]
+    together = [name for name in names if name not in alone]
+    good = True
+    for chosen, arguments in ((together, shlex.split(run.options.test_args)), (alone, [])):
+        if not chosen:
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            environment = side_by_side(run, Path(folder)) if chosen is together else {}
+            results, status, _ = run_pytest(["--full", *arguments, *chosen], [], environment)
+        run.part["rows"] += [{"file": name, **counts} for name, counts in results.items()]
+        good &= status in (0, 5) and bool(results)  # 5, with results: every file was skipped as a whole
+        run.save()
+    return good
+
+
+def sanitizer_errors(output: str) -> int | None:
+    """The number in compute-sanitizer's own summary (racecheck: hazards), None when there is no summary."""
+    found = re.findall(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)", output)
+    return sum(int(a or b) for a, b in found) if found else None
+
+
+def files_with_marker(marker: str) -> list[str]:
+    """The test files under tests/gpu that have the marker: importing the others would only take time."""
+    text = f"pytest.mark.{marker}"
+    paths = sorted((ROOT / "tests" / "gpu").glob("test_*.py"))
+    return [path.relative_to(ROOT).as_posix() for path in paths if text in path.read_text()]
+
+
+def sanitizer_verdict(parts: Sequence[Answer]) -> Counts:
+    """What one tool says, from the answers of each part of the cases.
+
+    Clean means of every part: pytest passed, at least one case ran, and the tool's own summary counts zero
+    errors. `errors` is None where a part has no summary, `exit_status` the first one that is not 0.
+    """
+    files = [[counts for counts in results.values()] for results, _, _ in parts]
+    errors = [sanitizer_errors(output) for _, _, output in parts]
+    statuses = [status for _, status, _ in parts]
+    ran = all(sum(counts["passed"] for counts in one) for one in files)
+    return {
+        **{key: sum(c[key] for one in files for c in one) for key in ("passed", "failed", "skipped")},
+        "failures": [name for one in files for counts in one for name in counts["failures"]],
+        "errors": None if None in errors else sum(number or 0 for number in errors),
+        "exit_status": next((status for status in statuses if status), 0),
+        "clean": not any(statuses) and ran and all(number == 0 for number in errors),
+    }
+
+
+def run_sanitizer(run: Run) -> bool:
+    """Run the marked cases under each tool and note the verdicts; True when all are clean.
+
+    Each tool watches several parts of the cases, in processes of their own, and all run side by side.
+    torch's allocator hands out memory without caching, so that an access outside one array is outside an
+    allocation.
+    """
+    program = shutil.which("compute-sanitizer")
+    if program is None:
+        print("compute-sanitizer is not on the PATH: stage skipped")
+        return False
+    tools, count = run.options.tools, run.options.sanitizer_parts
+    chosen = ["-m", "sanitizer", *files_with_marker("sanitizer")]
+    start = time.monotonic()
+    good = True
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(count * len(tools)) as pool:
+        environment = {**side_by_side(run, Path(folder)), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+
+        def watch(tool: str, part: int) -> tuple[Answer, float]:
+            prefix = [program, "--tool", tool, "--error-exitcode", str(SANITIZER_ERROR)]
+            port = SANITIZER_PORT + SANITIZER_PORTS * (tools.index(tool) * count + part)
+            prefix += ["--port", str(port), *SANITIZER_PATIENCE]
+            one = {**environment, "TEST_PART": f"{part}/{count}"}
+            return run_pytest(chosen, prefix, one, show=False), round(time.monotonic() - start, 1)
+
+        running = {tool: [pool.submit(watch, tool, part) for part in range(1, count + 1)] for tool in tools}
+        for tool, futures in running.items():
+            answers, seconds = zip(*[future.result() for future in futures], strict=True)
+            for part, (_, _, output) in enumerate(answers, 1):
+                print(f"{tool}, part {part} of {count}, {seconds[part - 1]:.0f} s:\n{output}", flush=True)
+            verdict = sanitizer_verdict(answers)
+            run.part["rows"].append({"tool": tool, **verdict, "seconds": max(seconds)})
+            good &= bool(verdict["clean"])
+            run.save()
+    return good
+
+
+def run_bench(run: Run) -> bool:
+    """Measure the cases; True when every one was measured."""
+    options = benchmark.parse_arguments(shlex.split(run.options.bench_args))
+    return benchmark.measure(options, run.part, run.save)
+
+
+RUNS = {"bench": run_bench, "tests": run_tests, "sanitizer": run_sanitizer}
+
+
+def earlier_parts(path: Path, new: record.Part) -> list[record.Part]:
+    """The parts of the record at path when the new part may stand beside them; else none, a new record is
+    started.
+    """
+    parts = record.read(path) if path.exists() else []
+    want = record.identity(new)
+    others = {
+        f"{key} {value}"
+        for part in parts
+        for key, value in record.identity(part).items()
+        if value != want[key]
+    }
+    if others:
+        print(f"{path.name}: made with other {', '.join(sorted(others))}; a new record is started")
+    return [] if others else parts
+
+
+def run_stage(stage: str, options: argparse.Namespace) -> Run:
+    """Run a stage; its part of the record says whether it is good."""
+    begin = time.monotonic()
+    part = record.new_part(stage, vars(options))
+    run = Run(options, part, earlier_parts(options.record, part))
+    good = RUNS[stage](run)
+    run.part |= {"ended": True, "good": good, "seconds": round(time.monotonic() - begin)}
+    run.save()
+    return run
+
+
+def shortcomings(parts: Sequence[record.Part]) -> list[str]:
+    """What failed, in the results that count, and what a whole record has beside."""
+    from .families import table
+
+    found = record.errors(parts)
+    for row in record.latest(parts, "tests"):
+        found += [f"failed: {name}" for name in row["failures"]]
+    found += [f"{row['tool']}: not clean" for row in record.latest(parts, "sanitizer") if not row["clean"]]
+    whole = {"bench": table(), "tests": test_files(), "sanitizer": SANITIZER_TOOLS}
+    for stage, names in whole.items():
+        there = record.results(parts, stage)
+        found += [f"{stage}: without {name}" for name in names if name not in there]
+    return found
+
+
+def merge(options: argparse.Namespace) -> int:
+    """Make one record of several; the exit status is 0 when nothing failed and nothing is missing."""
+    parts = record.merged([record.read(path) for path in options.merge])
+    record.write(parts, options.record)
+    lacks = shortcomings(parts)
+    print("\n".join([*lacks, f"{len(parts)} parts: {'NOT WHOLE' if lacks else 'whole and good'}"]))
+    return 1 if lacks else 0
+
+
+def run_stages(options: argparse.Namespace) -> int:
+    """Run the chosen stages; the exit status is 0 when everything that ran is good."""
+    runs = [run_stage(stage, options) for stage in STAGES if stage in (options.stage or STAGES)]
+    parts = runs[-1].parts()
+    for row in record.latest(parts, "tests"):
+        print(f"{row['file']}: {row['passed']} passed, {row['failed']} failed, {row['skipped']} skipped")
+    for row in record.latest(parts, "sanitizer"):
+        print(f"{row['tool']}: {'clean' if row['clean'] else 'NOT CLEAN'}")
+    good = all(run.part["good"] for run in runs)
+    print("good" if good else "NOT GOOD")
+    return 0 if good else 1
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the program. Returns the exit status of `merge` or `run_stages`, or 2 where a record is refused."""
+    options = parse_arguments(arguments)
+    try:
+        return merge(options) if options.merge else run_stages(options)
+    except record.RecordError as error:
+        print(f"gpu_check.py: {error}", file=sys.stderr)
+        return 2

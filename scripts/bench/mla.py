@@ -1,0 +1,605 @@
+"""The cases of MLA: dense and sparse decoding, sparse prefill, and the plan of a decoding step."""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+import rawmla
+from kit import torch_reference
+from kit.generators import GARBAGE_PAGE
+from kit.sparse import SparseCase as Layout
+from kit.sparse import SparseInputs, make_cache
+
+from .cases import DTYPES, LENGTH_SEED, Arrays, Call, Case, Prepared, Row, worst_error
+from .measure import GRAPH_FLOPS, calls_per_graph
+from .timing import CALLS_PER_GRAPH, repeat, rest, slope, time_graph
+
+D_V = 512
+"""Value head dimension: V is the first 512 columns of K."""
+
+TOKEN_BYTES = {("v32", 576): 656, ("model1", 512): 584, ("bf16", 576): 1152, ("bf16", 512): 1024}
+"""Bytes of a cached token by layout and d_qk."""
+
+COLD_L2_FACTOR = 3
+MAX_ROTATED_SETS = 64
+METADATA_GRAPH_CALLS = (20, 120)
+
+RANDOM_AT_A_TIME = 1 << 26
+"""Random numbers drawn at a time for the indices of prefill (256 MiB), which bounds their memory."""
+
+SAMPLED_QUERIES = 8
+
+
+def rotated_sets(case: Case, l2: int | None = None) -> int:
+    """How many page sets keep successive calls out of L2; 1 when one call's data already exceeds it."""
+    l2 = int(torch.cuda.get_device_properties(0).L2_cache_size) if l2 is None else l2
+    if case.bytes_moved() >= l2:
+        return 1
+    return min(MAX_ROTATED_SETS, -(-COLD_L2_FACTOR * l2 // case.bytes_moved()) + 1)
+
+
+def _flash_mla() -> Any:
+    import flash_mla
+
+    if "rawmla" in getattr(flash_mla, "__version__", ""):
+        raise ImportError("flash_mla is rawmla itself here")
+    return flash_mla
+
+
+def _padded(q: Any) -> Any:
+    """FlashMLA's sparse kernels have 64 and 128 heads; the caller pads."""
+    return torch.nn.functional.pad(q, (0, 0, 0, -q.shape[-2] % 64))
+
+
+def _time_plan(replays: int, *arguments: Any, invariant: bool = False) -> float:
+    """Microseconds of one metadata kernel."""
+    plan = rawmla.get_mla_metadata(*arguments, enable_batch_invariant=invariant)
+
+    def call(_: int) -> None:
+        rawmla.get_mla_metadata(*arguments, enable_batch_invariant=invariant, out=plan)
+
+    return slope(call, *METADATA_GRAPH_CALLS, replays)
+
+
+@dataclass(frozen=True)
+class DecodeCase(Case):
+    """One dense decode call: b requests of about s_k tokens each, paged cache, V inside K."""
+
+    b: int
+    s_q: int
+    s_k: int
+    h_q: int
+    causal: bool = False
+    varlen: bool = False
+    dtype: str = "bf16"
+    batch_invariant: bool = False
+    h_kv: int = 1
+    d_qk: int = 576
+    page_block_size: int = 64
+
+    @property
+    def id(self) -> str:
+        mask = "-causal" if self.causal else ""
+        kind = "varlen" if self.varlen else "fixed"
+        mode = "-invariant" if self.batch_invariant else ""
+        return f"decode-b{self.b}-q{self.s_q}-k{self.s_k}-h{self.h_q}{mask}-{self.dtype}-{kind}{mode}"
+
+    def lengths(self) -> list[int]:
+        """Tokens of each request: s_k, or with varlen drawn from a normal distribution (mean s_k, deviation
+        s_k / 2), rounded down and at least s_q.
+        """
+        if not self.varlen:
+            return [self.s_k] * self.b
+        rng = random.Random(LENGTH_SEED)
+        return [max(self.s_q, int(rng.normalvariate(self.s_k, self.s_k / 2))) for _ in range(self.b)]
+
+    def flops(self) -> int:
+        """Q·K^T and P·V over every token of every request (a causal mask is not subtracted)."""
+        return 2 * self.s_q * self.h_q * sum(self.lengths()) * (self.d_qk + D_V)
+
+    def bytes_moved(self) -> int:
+        """Each cache row read once, q read, out written (two bytes a value)."""
+        cache = sum(self.lengths()) * self.h_kv * self.d_qk
+        return 2 * (cache + self.b * self.s_q * self.h_q * (self.d_qk + D_V))
+
+    def make_inputs(self, sets: int = 1, device: str = "cuda") -> Arrays:
+        """q normal(0, 1) clamped to [-1, 1], cache normal(0, 0.1), pages in a random order. `sets` disjoint
+        sets of pages hold as many caches.
+        """
+        torch.manual_seed(0)
+        dtype = getattr(torch, DTYPES[self.dtype])
+        page, lengths = self.page_block_size, self.lengths()
+        pages = [-(-length // page) for length in lengths]
+        q = torch.randn(self.b, self.s_q, self.h_q, self.d_qk, device=device, dtype=dtype).clamp_(-1, 1)
+        k_cache = torch.empty(sets * sum(pages), page, self.h_kv, self.d_qk, device=device, dtype=dtype)
+        k_cache.normal_(0, 0.1)
+        numbers = iter(torch.randperm(len(k_cache)).int().split(pages * sets))
+        tables = []
+        for _ in range(sets):
+            table = torch.full((self.b, max(pages)), GARBAGE_PAGE, dtype=torch.int32)
+            for row, count in zip(table, pages, strict=True):
+                row[:count] = next(numbers)
+            tables.append(table.to(device))
+        seqlens = torch.tensor(lengths, dtype=torch.int32, device=device)
+        return Arrays(q=q, k_cache=k_cache, block_tables=tables, cache_seqlens=seqlens)
+
+    def check(self, inputs: Arrays, out: Any) -> float:
+        """Error of the first and the longest request."""
+        lengths = self.lengths()
+        chosen = sorted({0, lengths.index(max(lengths))})
+        want, _ = torch_reference.flash_mla_with_kvcache(
+            inputs.q[chosen],
+            inputs.k_cache,
+            inputs.block_tables[0][chosen],
+            inputs.cache_seqlens[chosen],
+            causal=self.causal,
+        )
+        found = zip(chosen, out[chosen], want, strict=True)
+        return worst_error(self, ((f"request {number}", got, one) for number, got, one in found))
+
+    def plan_arguments(self, inputs: Arrays) -> tuple[Any, ...]:
+        """The arguments of get_mla_metadata."""
+        return inputs.cache_seqlens, self.s_q * self.h_q // self.h_kv, self.h_kv, self.h_q
+
+    def decoder(self, function: Any, inputs: Arrays, plan: Any, **keywords: Any) -> Call:
+        """Calls of FlashMLA's function, or of rawmla's of the same name."""
+
+        def call(table: int) -> Any:
+            arguments = inputs.q, inputs.k_cache, inputs.block_tables[table], inputs.cache_seqlens, D_V
+            return function(*arguments, *plan, causal=self.causal, **keywords)
+
+        return call
+
+    def prepare(self) -> Prepared:
+        sets = rotated_sets(self)
+        inputs, invariant = self.make_inputs(sets), self.batch_invariant
+        plan = rawmla.get_mla_metadata(*self.plan_arguments(inputs), enable_batch_invariant=invariant)
+        call = self.decoder(rawmla.flash_mla_with_kvcache, inputs, plan, enable_batch_invariant=invariant)
+
+        def more(replays: int) -> Row:
+            return {"meta_us": _time_plan(replays, *self.plan_arguments(inputs), invariant=invariant)}
+
+        return Prepared(
+            call,
+            self.check(inputs, call(0)[0]),
+            sets,
+            peers={"FlashMLA": lambda: self.flash_mla(inputs)},
+            more=more,
+        )
+
+    def flash_mla(self, inputs: Arrays) -> Call:
+        """FlashMLA's calls."""
+        module = _flash_mla()
+        plan = module.get_mla_metadata(*self.plan_arguments(inputs)[:3])
+        return self.decoder(module.flash_mla_with_kvcache, inputs, plan)
+
+
+@dataclass(frozen=True)
+class SparseCase(Case):
+    """One sparse decode call: every query token attends `topk` tokens of its request's s_k, a random subset,
+    and `extra_topk` of the same number in an extra cache.
+
+    `extra_tokens` is None when all of those count, else the sum over the requests of `extra_topk_length`.
+    """
+
+    b: int
+    s_q: int
+    s_k: int
+    h_q: int
+    topk: int
+    layout: str
+    d_qk: int
+    page_block_size: int = 64
+    extra_topk: int = 0
+    extra_page_block_size: int = 0
+    extra_tokens: int | None = None
+    batch_invariant: bool = False
+
+    @property
+    def id(self) -> str:
+        extra = f"-extra{self.extra_topk}page{self.extra_page_block_size}" if self.extra_topk else ""
+        length = "" if self.extra_tokens is None else "-lengths"
+        mode = "-invariant" if self.batch_invariant else ""
+        shape = f"b{self.b}-q{self.s_q}-k{self.s_k}-h{self.h_q}-top{self.topk}"
+        layout = f"bf16d{self.d_qk}" if self.layout == "bf16" else self.layout
+        return f"sparse-{layout}-{shape}{extra}{length}{mode}"
+
+    def extra_lengths(self) -> list[int] | None:
+        """extra_topk_length: drawn evenly from 0 to extra_topk, then moved one by one to their sum."""
+        if self.extra_tokens is None:
+            return None
+        rng = random.Random(LENGTH_SEED)
+        lengths = [rng.randint(0, self.extra_topk) for _ in range(self.b)]
+        missing = self.extra_tokens - sum(lengths)
+        while missing:
+            request = rng.randrange(self.b)
+            moved = lengths[request] + (1 if missing > 0 else -1)
+            if 0 <= moved <= self.extra_topk:
+                missing += lengths[request] - moved
+                lengths[request] = moved
+        return lengths
+
+    def tokens(self) -> int:
+        """Selected tokens of all query tokens together."""
+        extra = self.b * self.extra_topk if self.extra_tokens is None else self.extra_tokens
+        return self.s_q * (self.b * self.topk + extra)
+
+    def flops(self) -> int:
+        """Q·K^T and P·V over every selected token."""
+        return 2 * self.h_q * self.tokens() * (self.d_qk + D_V)
+
+    def bytes_moved(self) -> int:
+        """Each selected token as often as it is selected, q and out."""
+        q_and_out = self.b * self.s_q * self.h_q * (self.d_qk + D_V)
+        return self.tokens() * TOKEN_BYTES[self.layout, self.d_qk] + 2 * q_and_out
+
+    def layout_of_tests(self) -> Layout:
+        """The case as tests/kit knows it. Blocks of MODEL1 are padded to a multiple of 576 bytes."""
+        gap = 1 if self.layout == "model1" else 0
+        return Layout(b=self.b, s_q=self.s_q, h_q=self.h_q, layout=self.layout, d_qk=self.d_qk, block_gap=gap)
+
+    def make_inputs(self, sets: int = 1, device: str = "cuda") -> Arrays:
+        """q normal(0, 1) clamped to [-1, 1], caches normal(0, 0.1) and quantised, pages in a random order,
+        indices a random subset of the request's tokens. `sets` disjoint sets of pages hold as many caches.
+        """
+        torch.manual_seed(0)
+        q = torch.randn(self.b, self.s_q, self.h_q, self.d_qk, device=device).clamp_(-1, 1).bfloat16()
+        k_cache, indices = self._cache(self.page_block_size, self.topk, sets, device)
+        extra_cache, extra_indices = None, [None] * sets
+        if self.extra_topk:
+            extra_cache, extra_indices = self._cache(
+                self.extra_page_block_size, self.extra_topk, sets, device
+            )
+        lengths = self.extra_lengths()
+        length = None if lengths is None else torch.tensor(lengths, dtype=torch.int32, device=device)
+        return Arrays(
+            q=q,
+            k_cache=k_cache,
+            extra_k_cache=extra_cache,
+            index_sets=list(zip(indices, extra_indices, strict=True)),
+            extra_topk_length=length,
+        )
+
+    def _cache(self, page: int, topk: int, sets: int, device: str) -> tuple[Any, list[Any]]:
+        pages = -(-self.s_k // page)
+        k_cache = make_cache(self.layout_of_tests(), sets * self.b * pages, page, device)
+        found = []
+        for table in torch.randperm(len(k_cache), device=device).view(sets, self.b, 1, pages):
+            order = torch.rand(self.b, self.s_q, self.s_k, device=device).argsort(dim=2)
+            token = order[..., :topk]
+            block = table.expand(-1, self.s_q, -1).gather(2, token // page)
+            found.append((block * page + token % page).int())
+        return k_cache, found
+
+    def check(self, inputs: Arrays, out: Any) -> float:
+        """Error of the first and the last request."""
+        found = []
+        for request in {0, self.b - 1}:
+            part = slice(request, request + 1)
+            indices, extra = (None if one is None else one[part] for one in inputs.index_sets[0])
+            length = inputs.extra_topk_length
+            chosen = SparseInputs(
+                self.layout_of_tests(),
+                q=inputs.q[part],
+                k_cache=inputs.k_cache,
+                indices=indices,
+                extra_k_cache=inputs.extra_k_cache,
+                extra_indices=extra,
+                extra_topk_length=None if length is None else length[part],
+            )
+            found.append((f"request {request}", out[part], torch_reference.sparse_decode(chosen)[0]))
+        return worst_error(self, found)
+
+    def decoder(self, function: Any, q: Any, inputs: Arrays, plan: Any) -> Call:
+        """Calls of FlashMLA's function, or of rawmla's of the same name."""
+
+        def call(number: int) -> Any:
+            indices, extra_indices = inputs.index_sets[number]
+            return function(
+                *(q, inputs.k_cache, None, None, D_V, plan, None),
+                is_fp8_kvcache=self.layout != "bf16",
+                indices=indices,
+                extra_k_cache=inputs.extra_k_cache,
+                extra_indices_in_kvcache=extra_indices,
+                extra_topk_length=inputs.extra_topk_length,
+            )
+
+        return call
+
+    def prepare(self) -> Prepared:
+        sets = rotated_sets(self)
+        inputs, invariant = self.make_inputs(sets), self.batch_invariant
+        plan, _ = rawmla.get_mla_metadata(enable_batch_invariant=invariant)
+        call = self.decoder(rawmla.flash_mla_with_kvcache, inputs.q, inputs, plan)
+
+        def flash_mla() -> Call:
+            module = _flash_mla()
+            plan, _ = module.get_mla_metadata()
+            return self.decoder(module.flash_mla_with_kvcache, _padded(inputs.q), inputs, plan)
+
+        def more(replays: int) -> Row:
+            requests = torch.zeros(self.b, dtype=torch.int32, device="cuda")
+            slots = 64 * (-(-self.topk // 64) + -(-self.extra_topk // 64))
+            arguments = requests, self.s_q * self.h_q, 1, self.h_q, self.layout != "bf16", slots
+            return {"meta_us": _time_plan(replays, *arguments, invariant=invariant)}
+
+        error = self.check(inputs, call(0)[0])
+        return Prepared(call, error, sets, peers={"FlashMLA": flash_mla}, more=more)
+
+
+@dataclass(frozen=True)
+class PrefillCase(Case):
+    """One sparse prefill call: every query token attends `topk` of the same s_kv tokens, a random subset.
+
+    `layout` is bf16, tokens in consecutive rows, or v32, a paged FP8 cache in pages of `page_block_size`.
+    """
+
+    s_q: int
+    s_kv: int
+    h_q: int
+    d_qk: int
+    topk: int
+    layout: str = "bf16"
+    page_block_size: int = 0
+    batch_invariant: bool = False
+
+    @property
+    def id(self) -> str:
+        layout = f"bf16d{self.d_qk}" if self.layout == "bf16" else self.layout
+        mode = "-invariant" if self.batch_invariant else ""
+        return f"prefill-{layout}-q{self.s_q}-kv{self.s_kv}-h{self.h_q}-top{self.topk}{mode}"
+
+    def flops(self) -> int:
+        """Q·K^T and P·V over every selected token."""
+        return 2 * self.s_q * self.h_q * self.topk * (self.d_qk + D_V)
+
+    def bytes_moved(self) -> int:
+        """Each token that is selected once, however often it is, q and out."""
+        tokens = min(self.s_kv, self.s_q * self.topk)
+        q_and_out = self.s_q * self.h_q * (self.d_qk + D_V)
+        return tokens * TOKEN_BYTES[self.layout, self.d_qk] + 2 * q_and_out
+
+    def make_inputs(self, sets: int = 1, device: str = "cuda") -> Arrays:
+        """q normal(0, 1) clamped to [-1, 1], tokens normal(0, 0.1), of a paged cache quantised and in pages
+        in a random order, which is its `block_table`. `positions` are a random subset of the tokens, and
+        `indices` the rows or slots where they lie. `sets` times as many tokens serve runs whose data must not
+        stay in L2.
+        """
+        torch.manual_seed(0)
+        q = torch.randn(self.s_q, self.h_q, self.d_qk, device=device).clamp_(-1, 1).bfloat16()
+        positions = self._subsets(device)
+        if self.layout == "bf16":
+            shape = sets, self.s_kv, 1, self.d_qk
+            kv = torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(0, 0.1)
+            return Arrays(q=q, kv_sets=list(kv), indices=positions, positions=positions, block_table=None)
+        page = self.page_block_size
+        pages = -(-self.s_kv // page)
+        k_cache = make_cache(self._layout(1), sets * pages, page, device)
+        table = torch.randperm(pages, device=device)
+        indices = (table[positions // page] * page + positions % page).int()
+        kv_sets, table = list(k_cache.split(pages)), table.int()[None]
+        return Arrays(q=q, kv_sets=kv_sets, indices=indices, positions=positions, block_table=table)
+
+    def _subsets(self, device: str) -> Any:
+        """`topk` distinct tokens of the s_kv per query token, in a random order: int32 [s_q, 1, topk]."""
+        found = torch.empty(self.s_q, 1, self.topk, dtype=torch.int32, device=device)
+        for rows in found.split(max(RANDOM_AT_A_TIME // self.s_kv, 1)):
+            # The places of the largest random numbers: any subset, in any order, equally likely.
+            rows[:, 0] = torch.rand(len(rows), self.s_kv, device=device).topk(self.topk).indices
+        return found
+
+    def _layout(self, b: int) -> Layout:
+        """The case as tests/kit knows it: `b` query tokens as requests that share a cache."""
+        return Layout(b=b, h_q=self.h_q, layout=self.layout, d_qk=self.d_qk)
+
+    def check(self, inputs: Arrays, out: Any) -> float:
+        """Error of some query tokens, the first and the last among them."""
+        count = min(SAMPLED_QUERIES, self.s_q)
+        queries = torch.linspace(0, self.s_q - 1, count, dtype=torch.float64).round().long().to(out.device)
+        kv = inputs.kv_sets[0]
+        chosen = SparseInputs(
+            self._layout(count),
+            q=inputs.q[queries][:, None],
+            k_cache=kv[None] if self.layout == "bf16" else kv,
+            indices=inputs.indices[queries],
+        )
+        want, _ = torch_reference.sparse_decode(chosen)
+        found = zip(queries.tolist(), out[queries], want[:, 0], strict=True)
+        return worst_error(self, ((f"query token {token}", got, one) for token, got, one in found))
+
+    def time_gathered(self, inputs: Arrays, replays: int) -> Row:
+        """The other way to prefill from a paged cache: gather its tokens into bf16 rows and attend those.
+        Both together, and the gather alone.
+        """
+        device = inputs.q.device
+        rows = torch.empty(self.s_kv, self.d_qk, dtype=torch.bfloat16, device=device)
+        lengths = torch.full((1,), self.s_kv, dtype=torch.int32, device=device)
+        starts, table = torch.zeros_like(lengths), inputs.block_table
+
+        def gather(_: int) -> None:
+            rawmla.gather_kv_cache(inputs.kv_sets[0], table, lengths, rows, workspace_starts=starts)
+
+        def both(number: int) -> Any:
+            gather(number)
+            return rawmla.flash_mla_sparse_fwd(inputs.q, rows[:, None], inputs.positions, self.d_qk**-0.5)[0]
+
+        self.check(inputs, both(0))
+        rest()
+        count = calls_per_graph(self, GRAPH_FLOPS)
+        return {
+            "gathered_us": time_graph(repeat(both, count), count, replays).us,
+            "gather_us": time_graph(repeat(gather, CALLS_PER_GRAPH), CALLS_PER_GRAPH, replays).us,
+        }
+
+    def prepare(self) -> Prepared:
+        sets = rotated_sets(self)
+        inputs = self.make_inputs(sets)
+
+        def call(number: int) -> Any:
+            return rawmla.flash_mla_sparse_fwd(
+                inputs.q,
+                inputs.kv_sets[number],
+                inputs.indices,
+                self.d_qk**-0.5,
+                is_fp8_kvcache=self.layout != "bf16",
+                enable_batch_invariant=self.batch_invariant,
+            )[0]
+
+        def flash_mla() -> Call:
+            module, q = _flash_mla(), _padded(inputs.q)
+            kv, indices = inputs.kv_sets[0], inputs.indices
+            return lambda _: module.flash_mla_sparse_fwd(q, kv, indices, self.d_qk**-0.5)
+
+        error = self.check(inputs, call(0))
+        if inputs.block_table is None:
+            return Prepared(call, error, sets, peers={"FlashMLA": flash_mla})
+        # No other library has prefill from an FP8 cache: its row has the time of gathering first.
+        return Prepared(call, error, sets, more=lambda replays: self.time_gathered(inputs, replays))
+
+
+@dataclass(frozen=True)
+class MetadataCase(Case):
+    """One scheduling call for b requests with varlen lengths around 4096 tokens, one query token, 128
+    heads.
+    """
+
+    b: int
+
+    @property
+    def id(self) -> str:
+        return f"metadata-b{self.b}"
+
+
+def time_metadata(case: MetadataCase, rounds: int, replays: int, sustain_seconds: float) -> Row:
+    """Measure the metadata kernel alone. Its graphs are too short for a rest, so that both figures are the
+    same.
+    """
+    lengths = DecodeCase(case.b, 1, 4096, 128, varlen=True).lengths()
+    us = _time_plan(replays, torch.tensor(lengths, dtype=torch.int32, device="cuda"), 128, 1, 128)
+    return {"case": case.id, "us": us, "unrested_us": us}
+
+
+def host_call() -> Callable[[], Any]:
+    """Return an eager decode call on a small case, with a plan."""
+    case = DecodeCase(2, 1, 1024, 16)
+    inputs = case.make_inputs()
+    plan = rawmla.get_mla_metadata(*case.plan_arguments(inputs))
+    arguments = inputs.q, inputs.k_cache, inputs.block_tables[0], inputs.cache_seqlens, D_V, *plan
+    return lambda: rawmla.flash_mla_with_kvcache(*arguments)
+
+
+def decode_cases() -> list[DecodeCase]:
+    """Large batches with varied lengths, then fixed lengths, then some of both in batch-invariant mode. Calls
+    with several query tokens and fixed lengths are causal.
+    """
+    varlen = [
+        DecodeCase(128, 1, 4096, 128),
+        DecodeCase(128, 2, 4096, 128, causal=True),
+        DecodeCase(128, 1, 8192, 128),
+        DecodeCase(128, 2, 8192, 128),
+        DecodeCase(128, 2, 8192, 128, causal=True),
+        DecodeCase(128, 1, 16384, 128),
+        DecodeCase(128, 2, 16384, 128, causal=True),
+        DecodeCase(128, 1, 32768, 128),
+        DecodeCase(128, 2, 32768, 128, causal=True),
+        DecodeCase(128, 2, 8192, 128, causal=True, dtype="fp16"),
+        DecodeCase(128, 1, 8192, 16),
+        DecodeCase(128, 1, 8192, 64),
+        DecodeCase(64, 1, 4096, 16),
+    ]
+    fixed = [
+        DecodeCase(128, 1, 4096, 128),
+        DecodeCase(128, 1, 8192, 128),
+        DecodeCase(128, 2, 8192, 128, causal=True),
+        *(DecodeCase(128, 1, 8192, h_q) for h_q in (64, 16, 8)),
+        DecodeCase(64, 1, 4096, 16),
+        DecodeCase(32, 4, 4096, 16, causal=True),
+        DecodeCase(16, 1, 4096, 128),
+        DecodeCase(16, 2, 4096, 128, causal=True),
+        DecodeCase(16, 1, 4096, 16),
+        DecodeCase(4, 1, 8192, 128),
+        *(DecodeCase(1, 1, s_k, 128) for s_k in (8192, 32768, 131072)),
+        *(DecodeCase(1, 1, s_k, 16) for s_k in (8192, 131072)),
+    ]
+    invariant = [
+        DecodeCase(128, 1, 4096, 128, varlen=True),
+        DecodeCase(128, 1, 8192, 16, varlen=True),
+        DecodeCase(16, 1, 4096, 128),
+        DecodeCase(1, 1, 8192, 128),
+    ]
+    return [
+        *(replace(case, varlen=True) for case in varlen),
+        *fixed,
+        *(replace(case, batch_invariant=True) for case in invariant),
+    ]
+
+
+def _v32(b: int, s_q: int, h_q: int, topk: int = 2048) -> SparseCase:
+    return SparseCase(b, s_q, 32768, h_q, topk, "v32", 576)
+
+
+def _model1(
+    b: int, h_q: int, extra_topk: int, extra_page: int, extra_tokens: int | None = None
+) -> SparseCase:
+    return SparseCase(b, 2, 16384, h_q, 128, "model1", 512, 256, extra_topk, extra_page, extra_tokens)
+
+
+# (b, h_q): sum of extra_topk_length in the runs of other libraries, as their published rates imply it.
+MODEL1_EXTRA_TOKENS = {
+    (2, 64): 1247,
+    (64, 64): 31069,
+    (128, 64): 69350,
+    (256, 64): 133224,
+    (2, 128): 1247,
+    (64, 128): 32857,
+    (128, 128): 65131,
+    (256, 128): 123131,
+}
+
+
+def sparse_cases(layout: str) -> list[SparseCase]:
+    """V3.2 (8 to 32 heads are what a GPU has under tensor parallelism), MODEL1 with its two caches, or bf16
+    caches; some of V3.2 also in batch-invariant mode.
+    """
+    if layout == "v32":
+        invariant = [_v32(128, 2, 128), _v32(128, 1, 16), _v32(2, 2, 128)]
+        return [
+            *(_v32(b, 2, 128) for b in (2, 16, 64, 74, 128)),
+            *(_v32(128, 1, h_q) for h_q in (128, 64, 32, 16, 8)),
+            *(_v32(1, 1, h_q) for h_q in (128, 16)),
+            *(_v32(148, 2, h_q, topk=16384) for h_q in (128, 64)),
+            *(replace(case, batch_invariant=True) for case in invariant),
+        ]
+    if layout == "model1":
+        return [
+            *(_model1(b, 64, 512, 64) for b in (2, 64, 128, 256)),
+            *(_model1(b, 128, 1024, 64) for b in (2, 64, 128, 256)),
+            *(_model1(b, h_q, 1024, 2, tokens) for (b, h_q), tokens in MODEL1_EXTRA_TOKENS.items()),
+        ]
+    bf16 = [replace(_v32(b, s_q, 128), layout="bf16") for b, s_q in ((2, 2), (64, 2), (128, 2), (128, 1))]
+    return [*bf16, replace(bf16[-1], d_qk=512)]
+
+
+def prefill_cases() -> list[PrefillCase]:
+    """bf16 tokens in consecutive rows, few query tokens and few heads among them; a cache in the layout of
+    V3.2; then some of the bf16 ones in batch-invariant mode.
+    """
+    invariant = [(1, 128), (64, 128), (4096, 128), (4096, 16)]
+    return [
+        *(PrefillCase(4096, s_kv, 128, 576, 2048) for s_kv in (8192, 32768, 131072)),
+        *(PrefillCase(4096, s_kv, 64, 512, 512) for s_kv in (8192, 65536)),
+        *(PrefillCase(4096, s_kv, 128, 512, 1024) for s_kv in (8192, 65536)),
+        *(PrefillCase(s_q, 8192, 128, 576, 2048) for s_q in (1, 64, 512)),
+        *(PrefillCase(4096, 8192, h_q, 576, 2048) for h_q in (64, 16, 8)),
+        PrefillCase(4096, 32768, 128, 576, 512),
+        *(PrefillCase(s_q, 8192, 128, 576, 2048, "v32", 64) for s_q in (4096, 64)),
+        *(PrefillCase(s_q, 8192, h_q, 576, 2048, batch_invariant=True) for s_q, h_q in invariant),
+    ]
+
+
+def metadata_cases() -> list[MetadataCase]:
+    """Small and large batches."""
+    return [MetadataCase(b) for b in (1, 32, 128, 512, 1024, 4096)]

@@ -1,0 +1,227 @@
+"""Write README's measured section and docs/performance.md from docs/gpu-record.json.
+
+README gets a table by operation between its two markers, docs/performance.md every case. Times of other
+libraries come from docs/peers-h200.json. Without a record both say that nothing has been measured yet. A
+record that was changed after its runs is refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from . import ROOT, record
+from .cases import Row
+
+if TYPE_CHECKING:
+    from .ratios import Stored
+    from .tables import Cells
+
+README = ROOT / "README.md"
+PEERS = ROOT / "docs" / "peers-h200.json"
+PAGE = ROOT / "docs" / "performance.md"
+BEGIN = "<!-- figures: begin (scripts/update_figures.py) -->"
+END = "<!-- figures: end -->"
+NOTHING_YET = "Nothing has been measured at this version yet: there is no `docs/gpu-record.json`."
+
+WHAT_IS_SHOWN = (
+    "Speed: the fastest other library's time over rawmla's, as the geometric mean of an operation's cases "
+    "and as the least of them. Above 1 rawmla is faster. [Every case in µs](docs/performance.md), "
+    "[how it is measured](docs/benchmark.md)."
+)
+FOOTNOTE = (
+    "Rested: the GPU idles before it is timed. Sustained: it works without a pause, as under load. ¹ A "
+    "stored time of the other library on the same GPU model over rawmla's, which is timed without rests; "
+    "such ratios move by up to 10 %. Under load the other library was not timed."
+)
+COUNTS = ("passed", "failed", "skipped")
+
+
+def count(rows: Iterable[Row]) -> dict[str, int]:
+    """Passed, failed and skipped of some files or tools together."""
+    rows = list(rows)
+    return {key: sum(row[key] for row in rows) for key in COUNTS}
+
+
+def describe_tests(parts: Sequence[record.Part]) -> str:
+    """What tests and sanitizer found, in the results that count, and how many results do not."""
+    rows = record.latest(parts, "tests")
+    counts = ", ".join(f"{number:,} {key}" for key, number in count(rows).items())
+    sentences = [f"Tests there: {counts if rows else 'not run'}"]
+    for verdict, clean in (("clean", True), ("not clean", False)):
+        tools = sorted(row["tool"] for row in record.latest(parts, "sanitizer") if row["clean"] is clean)
+        if tools:
+            sentences.append(f"{verdict} under compute-sanitizer's {', '.join(tools)}")
+    again = sum(len(record.repeated(parts, stage)) for stage in record.NAMES)
+    if again:
+        sentences.append(f"results of a second run: {again}")
+    return "; ".join(sentences) + "."
+
+
+def in_words(stage: str, row: Row) -> str:
+    """The result of a row that ran more than once."""
+    if stage == "tests":
+        return ", ".join(f"{row[key]} {key}" for key in COUNTS)
+    if stage == "sanitizer":
+        return "clean" if row["clean"] else "not clean"
+    return row.get("error") or f"{row['us']:.1f} µs"
+
+
+def runs_again(parts: Sequence[record.Part]) -> list[str]:
+    """A line for each file, tool and case that ran more than once, with all its results."""
+    return [
+        f"- `{name}`: first {', then '.join(in_words(stage, row) for row in rows)}"
+        for stage in record.NAMES
+        for name, rows in record.repeated(parts, stage).items()
+    ]
+
+
+def parts_cells(parts: Sequence[record.Part]) -> Cells:
+    """A row for each run."""
+    machine = ("gpus", "cores", "nvrtc", "torch", "cupy")
+    cells = [["run of", "begun", "results", "seconds", *machine, "options"]]
+    for part in parts:
+        options = (f"{name} {value}" for name, value in part["options"].items() if value)
+        cells.append(
+            [
+                part["stage"],
+                part["begin"],
+                str(len(part["rows"])),
+                str(part["seconds"]) if part["ended"] else "did not end",
+                *(str(part["machine"][name]) for name in machine),
+                "; ".join(options) or "-",
+            ]
+        )
+    return cells
+
+
+def describe_machine(parts: Sequence[record.Part]) -> str:
+    """Device, driver, dates, commits and sources."""
+    part = parts[-1]
+    days = sorted({one["begin"][:10] for one in parts})
+    commits = sorted({str(one["git_commit"])[:7] for one in parts})
+    return (
+        f"{part['machine']['device']}, driver {part['machine']['driver']}, {' and '.join(days)}, "
+        f"commit `{'`, `'.join(commits)}`, sources `{part['source_sha256'][:12]}`, kernels compiled by NVRTC "
+        f"{part['machine']['nvrtc']}."
+    )
+
+
+def stored_peers(parts: Sequence[record.Part]) -> list[Stored]:
+    """Times of other libraries on the record's device; none of another device's."""
+    from .ratios import load
+
+    same = str(json.loads(PEERS.read_text())["device"]).startswith(parts[0]["machine"]["device"])
+    return load(PEERS) if same else []
+
+
+def bench_rows(parts: Sequence[record.Part]) -> list[Row]:
+    """The benchmark's rows that count, in the order of the tables."""
+    from .families import known
+
+    return known(record.latest(parts, "bench"))
+
+
+def readme_section(parts: Sequence[record.Part]) -> str:
+    """The Markdown between README's markers."""
+    from .tables import markdown, summary_cells
+
+    if not parts:
+        return NOTHING_YET
+    texts = []
+    cells = summary_cells(bench_rows(parts), stored_peers(parts))
+    if cells:
+        texts = [WHAT_IS_SHOWN, markdown(cells, code=False), FOOTNOTE]
+    return "\n\n".join([*texts, f"{describe_machine(parts)} {describe_tests(parts)}"])
+
+
+def bench_texts(parts: Sequence[record.Part]) -> list[str]:
+    """What each benchmark says of the whole run, then every table, the summary first."""
+    from .families import FAMILIES
+    from .tables import NOTE, describe_ceilings, describe_host, family_cells, markdown, summary_cells
+
+    texts = []
+    for part in parts:
+        if part["stage"] == "bench":
+            said = [describe_ceilings(part["ceilings"])]
+            said += [describe_host(part["host"])] if "host" in part else []
+            said.append(f"sustained figures: {part['sustain_seconds']:g} s of load each")
+            texts.append(f"Run of {part['begin']}: {'; '.join(said)}.")
+    failed = record.errors(parts)
+    if failed:
+        texts.append(f"Failed: {'; '.join(failed)}.")
+    rows, stored = bench_rows(parts), stored_peers(parts)
+    summary = summary_cells(rows, stored, cases=True)
+    if summary:
+        texts += ["## The fastest other library", markdown(summary, code=False), NOTE]
+    for family in FAMILIES:
+        cells = family_cells(family, rows, stored)
+        if cells:
+            texts += [f"## {family.title}", markdown(cells)]
+    return texts
+
+
+def performance_page(parts: Sequence[record.Part]) -> str:
+    """docs/performance.md."""
+    from .tables import markdown
+
+    texts = ["# Performance", f"Written by `scripts/update_figures.py` from `docs/{record.RECORD.name}`."]
+    if not parts:
+        return "\n\n".join([texts[0], NOTHING_YET]) + "\n"
+    texts += [
+        describe_machine(parts),
+        "[benchmark.md](benchmark.md) says how the figures are made and what the columns mean. A dash: not "
+        f"measured. `{PEERS.relative_to(ROOT).as_posix()}` has stored times of other libraries.",
+    ]
+    if any(part["stage"] == "bench" for part in parts):
+        texts += bench_texts(parts)
+    texts += ["## Tests", describe_tests(parts)]
+    reasons = {reason for row in record.latest(parts, "tests") for reason in row["skip_reasons"]}
+    if reasons:
+        texts.append("Skipped because: " + "; ".join(sorted(reasons)) + ".")
+    texts += ["## Runs", markdown(parts_cells(parts), code=False)]
+    again = runs_again(parts)
+    if again:
+        texts += ["Ran more than once; the last result counts:", "\n".join(again)]
+    return "\n\n".join(texts) + "\n"
+
+
+def replace_section(readme: str, section: str) -> str:
+    """README with the text between the markers replaced; ValueError when they are not there once each."""
+    if readme.count(BEGIN) != 1 or readme.count(END) != 1:
+        raise ValueError(f"README.md must hold {BEGIN!r} and {END!r} once each")
+    head, rest = readme.split(BEGIN)
+    tail = rest.split(END)[1]
+    return f"{head}{BEGIN}\n{section}\n{END}{tail}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point; the exit status is 1 when --check finds a page out of date, and 2 where the record is not
+    as its runs wrote it.
+    """
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="change nothing; status 1 when a page is out of date"
+    )
+    options = parser.parse_args(arguments)
+    try:
+        parts = record.merged([record.read(record.RECORD)]) if record.RECORD.exists() else []
+    except record.RecordError as error:
+        print(f"update_figures.py: {error}", file=sys.stderr)
+        return 2
+    pages = {
+        README: replace_section(README.read_text(), readme_section(parts)),
+        PAGE: performance_page(parts),
+    }
+    if options.check:
+        return 0 if all(path.exists() and path.read_text() == text for path, text in pages.items()) else 1
+    for path, text in pages.items():
+        record.write_whole(path, text)
+    if parts and parts[0]["source_sha256"] != record.source_hash(ROOT):
+        print("note: the record was made from other sources than these")
+    return 0

@@ -1,0 +1,440 @@
+"""The benchmark's cases: counts, inputs and checks, with references for kernels; and how a row is made."""
+
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import json  # noqa: E402
+
+import rawmla  # noqa: E402
+from bench import around, dense, families, flex, measure, mla, prefix, ratios, timing  # noqa: E402
+from bench.cases import CUDNN, FLASH_ATTENTION_4, OURS, Arrays, Prepared, one_line  # noqa: E402
+from rawmla import reference  # noqa: E402
+
+PEERS = json.loads((ROOT / "docs" / "peers-h200.json").read_text())
+STORED = [row for rows in PEERS.values() if isinstance(rows, list) for row in rows]
+
+
+def test_names() -> None:
+    """Every case has one name and one family; a pattern selects, and one without a match is refused."""
+    names = [case.id for family in families.FAMILIES for case in family.cases()]
+    assert len(names) == len(set(names)) == len(families.table()) == 215
+    assert [case.id for case in families.select(None)] == names
+    assert [case.id for case in families.select("metadata-b4096|merge-p2-b1-")] == [
+        *("metadata-b4096", "merge-p2-b1-h128-bfloat16")
+    ]
+    rows = [{"case": names[5]}, {"case": "of another time"}, {"case": names[2]}]
+    assert families.known(rows) == [rows[2], rows[0]]
+    for pattern in ("(", "no such case"):
+        with pytest.raises(ValueError, match=r"expected a regular expression|no case matches"):
+            families.select(pattern)
+
+
+def test_counts_agree_with_published_rates() -> None:
+    """The rates of the stored times; each of these has a case."""
+    checked = 0
+    for row in STORED:
+        case = families.table()[row["case"]][1]
+        for rate, count, scale in (("tflops", case.flops, 1e6), ("gbps", case.bytes_moved, 1e3)):
+            if rate in row:
+                checked += 1
+                assert count() / row["us"] / scale == pytest.approx(row[rate], rel=0.01), (row, rate)
+    assert checked > 100 and len(STORED) == 107
+
+
+@pytest.mark.parametrize(
+    ("case", "flops", "moved"),
+    [
+        (dense.DenseCase(2, 8), 2 * 16 * 2 * 32 * 256, 2 * (16 * 16 + 16 * 16) * 256),
+        (dense.DenseCase(1, 8, causal=False, window=2, h_kv=4), 2 * 16 * 49 * 256, 2 * 8 * 20 * 256),
+        (dense.DenseCase(1, 8, window=2), 2 * 16 * 21 * 256, 2 * 8 * 32 * 256),
+        (dense.DenseBackwardCase(2, 8, d_qk=192), 2 * 16 * 64 * 832, 4 * 16 * 32 * 320 + 4 * 16 * 16),
+        (prefix.PrefixCase(2, 4, 10), 4 * 128 * 32 * 100, 128 * (8 * 128 + 8 * 32 + 4 * 20 * 8)),
+        (
+            prefix.PrefixCase(2, 4, 10, window=3, cache="fp8", fp8_out=True),
+            4 * 128 * 32 * 24,
+            128 * (8 * 96 + 8 * 32 + 2 * 4 * 8),
+        ),
+        (flex.FlexCase(s=256), 4 * 128 * 16 * 2 * 3 * 128**2, 2 * 256 * 512 * 32),
+        (flex.FlexCase(s=384, mask="window", extent=1, further=True), 4 * 128 * 16 * 2 * 5 * 128**2, None),
+        (flex.FlexCase(s=384, mask="documents", extent=100), 4 * 128 * 16 * 2 * 5 * 128**2, None),
+        (flex.FlexBackwardCase(s=256, mask="prefix", extent=200), 10 * 128 * 32 * 4 * 128**2, None),
+        (mla.PrefillCase(2, 100, 16, 576, 32), 2 * 2 * 16 * 32 * 1088, 64 * 1152 + 2 * 2 * 16 * 1088),
+        (around.CacheCase("gather", "v32", 128), 0, 128 * (2 * 576 + 656) + 8),
+        (around.ConvertCase(3, 5, True), 0, 3 * 44),
+        (around.MergeCase(2, 3, 4), 0, 3 * 3 * 4 * 1028),
+    ],
+    ids=lambda value: getattr(value, "id", ""),
+)
+def test_counts(case: Any, flops: int, moved: int | None) -> None:
+    assert case.flops() == flops and moved in (None, case.bytes_moved())
+
+
+def test_drawn_lengths() -> None:
+    """They have the mean of the fixed ones, and are the same at every call."""
+    lengths = mla.DecodeCase(128, 2, 4096, 128, varlen=True).lengths()
+    assert lengths[:3] == mla.DecodeCase(3, 2, 4096, 1, varlen=True).lengths() and min(lengths) >= 2
+    assert 0.9 * 4096 < sum(lengths) / 128 < 1.1 * 4096
+    for case in dense.forward_cases():
+        queries, keys = (sum(each) for each in zip(*case.lengths(), strict=True))
+        assert queries == pytest.approx(case.b * case.s, abs=case.b) and keys >= queries
+    ragged = prefix.PrefixCase(8, 1024, 8192, ragged=True).query_lengths()
+    assert (min(ragged), max(ragged), sum(ragged) // 8) == (1, 2048, 1024)
+    for case in mla.sparse_cases("model1"):
+        if case.extra_tokens is not None:
+            extra = case.extra_lengths() or []
+            assert sum(extra) == case.extra_tokens and 0 <= min(extra) <= max(extra) <= case.extra_topk
+
+
+def plain_flex(q: Any, k: Any, v: Any, score: Any = None, mask: Any = None, **_: Any) -> Any:
+    """out, lse and the scores by plain operations in float64, which autograd follows."""
+    q, k, v = (x.double() for x in (q, k, v))
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    scores = q @ k.mT * q.shape[-1] ** -0.5
+    at = torch.meshgrid(*[torch.arange(extent) for extent in scores.shape], indexing="ij")
+    scores = scores if score is None else score(scores, *at)
+    scores = scores if mask is None else scores.masked_fill(~mask(*at), -torch.inf)
+    return scores.softmax(-1) @ v, scores.logsumexp(-1), scores
+
+
+def flex_forward(*given: Any, return_lse: bool = False, return_aux: Any = None, **_: Any) -> Any:
+    out, lse, scores = plain_flex(*given)
+    out = out.bfloat16()
+    if return_aux is not None:
+        return out, types.SimpleNamespace(lse=lse.float(), max_scores=scores.amax(-1).float())
+    return (out, lse.float()) if return_lse else out
+
+
+def flex_backward(dout: Any, q: Any, k: Any, v: Any, out: Any, *rest: Any, **_: Any) -> Any:
+    """As kernels do it: from the `out` that is given, which is rounded, and with sums in another type."""
+    _, score, mask = rest
+    leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    cells = dict(zip(score.__code__.co_freevars, score.__closure__ or (), strict=True)) if score else {}
+    cell, table = cells.get("table"), getattr(cells.get("table"), "cell_contents", None)
+    captured = []
+    if cell is not None and table.requires_grad:
+        captured = [table.detach().double().requires_grad_()]
+        cell.cell_contents = captured[0]
+    with torch.enable_grad():
+        result, _, scores = plain_flex(*leaves, score, mask)
+    if captured:
+        cell.cell_contents = table
+    (dv,) = torch.autograd.grad(result, leaves[2:], dout.double(), retain_graph=True)
+    by_p = dout.double() @ leaves[2].repeat_interleave(q.shape[1] // k.shape[1], dim=1).mT
+    by_score = scores.softmax(-1) * (by_p - (dout.double() * out.double()).sum(-1, keepdim=True))
+    dq, dk, *others = torch.autograd.grad(scores, [*leaves[:2], *captured], by_score.detach())
+    return (*(x.bfloat16() for x in (dq, dk, dv)), dict(enumerate(others)))
+
+
+def of_numpy(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A reference of arrays in float64, of tensors: the first result is bfloat16, the others too but lse."""
+
+    def call(*arrays: Any, **options: Any) -> Any:
+        def array(x: Any) -> Any:
+            return (x.double() if x.is_floating_point() else x).numpy() if torch.is_tensor(x) else x
+
+        found = function(*map(array, arrays), **{key: array(x) for key, x in options.items()})
+        results = [torch.from_numpy(x).to(arrays[0].dtype) for x in found[:3]]
+        return (results[0], torch.from_numpy(found[1]).float()) if len(found) == 2 else tuple(results)
+
+    return call
+
+
+def on_host(monkeypatch: pytest.MonkeyPatch, times: float = 1.0) -> list[tuple[str, dict[str, Any]]]:
+    """Put references in the place of kernels, whose first result (of a backward the third) is `times` the
+    right one; and make inputs on the CPU. Return the calls, by name, with what they have by keyword.
+    """
+    called: list[tuple[str, dict[str, Any]]] = []
+    functions = {
+        "flash_mla_with_kvcache": reference.flash_mla_with_kvcache,
+        "flash_mla_sparse_fwd": reference.flash_mla_sparse_fwd,
+        "context_attention_fwd": reference.context_attention_fwd,
+        "get_mla_metadata": lambda *args, **options: (None, None),
+        "gather_kv_cache": reference.gather_kv_cache,
+        "flex_attention": flex_forward,
+        "flex_attention_backward": flex_backward,
+        "create_block_mask": lambda mask, *args, **options: mask,
+        **{
+            name: of_numpy(getattr(reference, name))
+            for kind in ("flash_attn", "flash_attn_varlen")
+            for name in (f"{kind}_func", f"{kind}_backward")
+        },
+    }
+
+    def replaced(name: str, function: Any) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
+            called.append((name, options))
+            found = function(*args, **{k: v for k, v in options.items() if k != "enable_batch_invariant"})
+            if times == 1.0 or name in ("get_mla_metadata", "gather_kv_cache", "create_block_mask"):
+                return found
+            if "backward" in name:
+                return (*found[:2], times * found[2], *found[3:])
+            if not isinstance(found, tuple):
+                return (times * found.double()).to(found.dtype)
+            return (times * found[0], *found[1:])
+
+        return call
+
+    for name, function in functions.items():
+        monkeypatch.setattr(rawmla, name, replaced(name, function), raising=False)
+    monkeypatch.setattr(mla, "rotated_sets", lambda case: 2)
+    for kind in (mla.DecodeCase, mla.SparseCase, mla.PrefillCase):
+        make: Any = kind.make_inputs
+        monkeypatch.setattr(kind, "make_inputs", lambda self, sets=1, make=make: make(self, sets, "cpu"))
+    for kind in (dense.DenseCase, prefix.PrefixCase, flex.FlexCase):
+        make = kind.make_inputs
+        monkeypatch.setattr(kind, "make_inputs", lambda self, device="", make=make: make(self, "cpu"))
+    return called
+
+
+MHA = {"h_q": 4, "h_kv": 2, "d_qk": 24, "d_v": 16}
+FLEX: dict[str, Any] = {"b": 2, "s": 128, "h_q": 4, "h_kv": 2, "d": 16}
+CASES = (
+    mla.DecodeCase(3, 2, 150, 16, causal=True, varlen=True),
+    mla.DecodeCase(1, 1, 150, 16, dtype="fp16"),
+    *(mla.SparseCase(2, 2, 256, 16, 64, layout, 576) for layout in ("v32", "bf16")),
+    mla.SparseCase(2, 1, 256, 16, 64, "model1", 512, 64, 32, 16, 50),
+    mla.PrefillCase(20, 128, 16, 576, 32),
+    mla.PrefillCase(3, 128, 16, 576, 32, "v32", 64),
+    dense.DenseCase(2, 20, **MHA, sink=True),
+    dense.DenseCase(2, 20, causal=False, **MHA, softcap=1.0, dtype="fp16"),
+    dense.DenseCase(3, 20, **MHA, window=3, varlen=True),
+    dense.DenseCase(2, 20, causal=False, **MHA, window=3),
+    dense.DenseBackwardCase(2, 20, **MHA, sink=True),
+    dense.DenseBackwardCase(2, 20, causal=False, **MHA, softcap=1.0),
+    dense.DenseBackwardCase(3, 20, **MHA, window=3, varlen=True),
+    prefix.PrefixCase(2, 20, 37, 4, 2, 32),
+    prefix.PrefixCase(2, 20, 37, 4, 2, 32, cache="fp8", window=9, alibi=True, ragged=True),
+    prefix.PrefixCase(2, 20, 2000, 4, 2, 32, sink=True, fp8_out=True),
+    flex.FlexCase(**FLEX, further=True),
+    flex.FlexCase(**FLEX, mask="full", score="alibi"),
+    flex.FlexCase(**FLEX, mask="window", extent=7, score="softcap"),
+    flex.FlexCase(**FLEX, mask="documents", extent=9, score="bias"),
+    flex.FlexCase(**FLEX, mask="prefix", extent=40, score="scale"),
+    flex.FlexBackwardCase(**FLEX, score="alibi"),
+    flex.FlexBackwardCase(**FLEX, mask="documents", extent=9, score="softcap"),
+    flex.FlexBackwardCase(**FLEX, score="bias", captured=True),
+    flex.FlexBackwardCase(**FLEX, score="scale", captured=True),
+    flex.FlexBackwardCase(**FLEX, mask="window", extent=7, score="scalar", captured=True),
+)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_a_case_is_checked(case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The right result passes, one that is 2 % off (FP8: 10) does not; what is timed is what was checked."""
+    bound = 0.04 if getattr(case, "fp8_out", False) else 0.004
+    with monkeypatch.context() as patched:
+        called = on_host(patched)
+        ready = case.prepare()
+        assert 0 < ready.error < bound
+        names, first = [name for name, _ in called if name != "get_mla_metadata"], len(called)
+        ready.call(ready.sets - 1)
+        assert called[-1][0] == names[-1] and len(called) == first + 1
+        if ready.ordered is not None:
+            ready.ordered(0)
+            assert [options["deterministic"] for _, options in called[-2:]] == [False, True]
+        if getattr(case, "captured", False):
+            assert ready.without is not None and not ready.without(0)[3]
+    with monkeypatch.context() as patched:
+        on_host(patched, 1.1 if bound > 0.01 else 1.02)
+        with pytest.raises(AssertionError, match="has a relative error of"):
+            case.prepare()
+
+
+def test_pages_lie_apart() -> None:
+    """Each set of pages holds its own tokens, in a random order."""
+    inputs = mla.DecodeCase(3, 2, 150, 16, varlen=True).make_inputs(2, "cpu")
+    pages = torch.cat([table[table < len(inputs.k_cache)] for table in inputs.block_tables])
+    assert pages.sort().values.tolist() == list(range(len(inputs.k_cache))) != pages.tolist()
+    for layout, d in (("v32", 576), ("model1", 512)):
+        sparse = mla.SparseCase(2, 2, 256, 16, 64, layout, d).make_inputs(2, "cpu")
+        sets = [{slot // 64 for slot in indices.flatten().tolist()} for indices, _ in sparse.index_sets]
+        assert not sets[0] & sets[1] and len(sparse.k_cache) == 16
+    rows = mla.PrefillCase(20, 128, 16, 576, 32).make_inputs(1, "cpu").indices[:, 0]
+    assert all(len(set(row)) == 32 for row in rows.tolist()) and len(set(map(tuple, rows.tolist()))) == 20
+    case = mla.PrefillCase(4096, 8192, 128, 576, 2048)
+    assert mla.rotated_sets(case, 50 << 20) == 1
+    small = mla.PrefillCase(1, 8192, 128, 576, 2048)
+    assert (mla.rotated_sets(small, 50 << 20) - 1) * small.bytes_moved() >= 150 << 20
+
+
+def gradients_like_flash(q: Any, k: Any, v: Any, causal: bool = False, **_: Any) -> Any:
+    """A library's forward, `[b, s, h, d]`."""
+    out = plain_flex(*(x.transpose(1, 2) for x in (q, k, v)), mask=flex.causal if causal else None)[
+        0
+    ].transpose(1, 2)
+    return out.to(q.dtype), None
+
+
+def test_libraries_beside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlashAttention-4 gets the arguments of ours, its gradients are checked; cuDNN refuses other cases."""
+    on_host(monkeypatch)
+    given: list[dict[str, Any]] = []
+
+    def function(q: Any, k: Any, v: Any, **options: Any) -> Any:
+        given.append(options)
+        return gradients_like_flash(q, k, v, **options)
+
+    module = types.ModuleType("flash_attn.cute")
+    module.flash_attn_func = module.flash_attn_varlen_func = function  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "flash_attn", types.ModuleType("flash_attn"))
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", module)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "a stream")
+    case = dense.DenseBackwardCase(2, 20, h_q=4, h_kv=2, d_qk=16, d_v=16)
+    ready = case.prepare()
+    assert list(ready.peers) == [CUDNN, FLASH_ATTENTION_4]
+    call = ready.peers[FLASH_ATTENTION_4]()
+    assert len(call(0)) == 3 and len(given) == 1, "one forward for all backwards"
+    assert given[0] == {"causal": True, "window_size": (None, 0), "softcap": 0.0, "learnable_sink": None}
+    monkeypatch.setattr(module, "flash_attn_func", lambda *a, **k: (1.02 * function(*a, **k)[0],))
+    with pytest.raises(AssertionError, match="has a relative error"):
+        ready.peers[FLASH_ATTENTION_4]()
+    for changed in ({"sink": True}, {"window": 3}, {"softcap": 1.0}, {"varlen": True}):
+        other = dense.DenseCase(2, 20, **changed)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="neither varied lengths"):
+            other.cudnn(other.make_inputs("cpu"))
+
+
+def test_torch_flex_beside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gets the case's functions and a mask of its own, and its result is checked."""
+    on_host(monkeypatch)
+    import torch.nn.attention.flex_attention as module
+
+    case = flex.FlexCase(**FLEX, mask="window", extent=7, score="softcap")
+    assert list(case.prepare().peers) == ["torch's Triton", "torch's FLASH"]
+    for other in (
+        {"score": "bias"},
+        {"mask": "prefix"},
+        {"cuda_text": True},
+        {"block_size": 64},
+        {"further": True},
+    ):
+        assert not flex.FlexCase(**other).peers(lambda make: make(None)), other
+    times = 1.0
+    monkeypatch.setattr(module, "create_block_mask", lambda mask, *args, **options: mask)
+    monkeypatch.setattr(
+        torch, "compile", lambda function, **_: lambda *a, **options: times * flex_forward(*a)
+    )
+    inputs = case.make_inputs("cpu")
+    case.torch_flex(inputs, None)(0)
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", None)
+    with pytest.raises(ImportError):
+        case.torch_flex(inputs, {"BACKEND": "FLASH"})
+    times = 1.02
+    with pytest.raises(AssertionError, match="has a relative error"):
+        case.torch_flex(inputs, None)
+
+
+def test_a_block_mask_is_checked() -> None:
+    case = flex.BlockMaskCase(512)
+    blocks = torch.ones(4, 4, dtype=torch.int32).tril()
+    full = types.SimpleNamespace(
+        to_dense=lambda: blocks[None, None], full_kv_num_blocks=torch.arange(4)[None, None]
+    )
+    case.check(full)
+    full.full_kv_num_blocks = torch.arange(1, 5)[None, None]
+    with pytest.raises(AssertionError, match="other full blocks"):
+        case.check(full)
+    blocks[0, 1] = 1
+    with pytest.raises(AssertionError, match="other blocks"):
+        case.check(full)
+
+
+class FakeTimer(timing.Graph):
+    """Writes down what is timed, and how: the first call of a library gives its name."""
+
+    log: list[str] = []
+
+    def __init__(self, calls: Callable[[], None], count: int) -> None:
+        self.count, self.names = count, []
+        FakeTimer.current = self.names
+        calls()
+        self.name = f"{self.names[0]} x{count}{' enqueued' if isinstance(self, FakeEnqueued) else ''}"
+
+    def rested(self, replays: int) -> timing.Timing:
+        self.log.append(f"rested {self.name}")
+        return timing.Timing.of([float(len(self.log)), 1.0, 99.0])
+
+    def without_rests(self, replays: int) -> timing.Timing:
+        self.log.append(f"no rests {self.name}")
+        return timing.Timing.of([20.0])
+
+    def sustained(self, seconds: float) -> dict[str, float]:
+        self.log.append(f"{seconds:.1f} s {self.name}")
+        return {"us": 30.0, "watts": 700.0}
+
+
+class FakeEnqueued(FakeTimer):
+    """As FakeTimer."""
+
+
+class FakeCase(dense.DenseCase):
+    """A case with libraries beside: one is there, one is not installed, one fails."""
+
+    backward = False
+    beside = True
+
+    def prepare(self) -> Prepared:
+        def calls(name: str) -> Callable[[int], None]:
+            return lambda _: FakeTimer.current.append(name)
+
+        def missing() -> Any:
+            raise ImportError
+
+        peers = {"theirs": lambda: calls("theirs"), "missing": missing, "failing": lambda: one_line(0)}  # type: ignore
+        ordered = calls("ordered") if self.backward else None
+        sets = 1 if self.beside else 3
+        return Prepared(calls("ours"), 0.002, sets, ordered, peers=peers if self.beside else {})
+
+
+@pytest.mark.parametrize("kind", ("beside", "backward", "alone"))
+def test_a_row(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Libraries take turns, and all are timed alike; a row alone has its figures from one round."""
+    for module, name, value in (
+        (measure, "Graph", FakeTimer),
+        (measure, "Enqueued", FakeEnqueued),
+        (measure, "rest", lambda: FakeTimer.log.append("rest")),
+        (measure, "time_graph", lambda calls, count, replays: FakeTimer(calls, count).rested(replays)),
+        (measure, "time", types.SimpleNamespace(sleep=lambda seconds: FakeTimer.log.append("rest"))),
+        (FakeTimer, "log", []),
+        (FakeCase, "backward", kind == "backward"),
+        (FakeCase, "beside", kind != "alone"),
+    ):
+        monkeypatch.setattr(module, name, value)
+    case = FakeCase(2, 8192)
+    row = measure.time_attention(case, 1 if kind == "alone" else 3, 5, 0.6)
+    calls = {"alone": 9, "beside": 2, "backward": 2}[kind]
+    ours, theirs = (f"{name} x{calls}{' enqueued' * (kind == 'backward')}" for name in ("ours", "theirs"))
+    assert row["rel_l2"] == 0.002 and row["tflops"] == case.flops() / row["us"] / 1e6
+    assert (row["us_min"], row["us_max"], row["unrested_us"], row["sustained_us"]) == (1, 99, 20, 30)
+    if kind == "alone":
+        rested = ["rest", f"rested {ours}", "rested ours x3"]
+        assert FakeTimer.log == ["no rests ours x10", *rested, f"0.6 s {ours}", "rest"]
+        assert row["cold_us"] and "beside" not in row
+        return
+    graphs = ["rested ours x2", "rested ordered x2"] if kind == "backward" else []
+    turns = [[f"{way} {name}" for name in (ours, theirs)] for way in ("rested", "no rests", "0.2 s")]
+    assert FakeTimer.log == [
+        *("rest", *3 * turns[0], *graphs, f"no rests {theirs}"),
+        *(*3 * turns[1], *3 * turns[2], "rest"),
+    ]
+    assert set(row["beside"]) == {OURS, "theirs"} and row["beside"][OURS]["us"] == row["us"]
+    assert row["beside"]["theirs"]["sustained_watts"] == 700 and list(row["not_compared"]) == ["failing"]
+    assert ("deterministic_ratio" in row) == (kind == "backward")
+    assert {pair.way for pair in ratios.pairs(row, [])} == set(ratios.WAYS)
+
+
+def test_calls_of_a_graph() -> None:
+    assert measure.calls_per_graph(dense.DenseCase(32, 16), measure.GRAPH_FLOPS) == 10
+    assert measure.calls_per_graph(dense.DenseCase(2, 8192), measure.GRAPH_FLOPS_IN_TURNS) == 2
+    assert measure.calls_per_graph(mla.PrefillCase(4096, 8192, 128, 576, 2048), 1) == 1
+    assert Arrays(a=1).but(b=2) == Arrays(a=1, b=2)
