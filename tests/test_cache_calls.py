@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from decode_fakes import FakeArray, FakeFramework, contiguous
+from calls.fakes import FakeArray, FakeFramework, contiguous
 
 import rawmla
 from rawmla.call import arrays, frameworks

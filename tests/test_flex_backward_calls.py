@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from decode_fakes import (
+from calls.fakes import (
     Q_LISTS,
     Arguments,
     FakeArray,

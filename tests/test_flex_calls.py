@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from decode_fakes import (
+from calls.fakes import (
     LISTS,
     Arguments,
     FakeArray,

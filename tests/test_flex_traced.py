@@ -12,7 +12,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 import flex_on_cpu  # noqa: E402
-from decode_fakes import trace_on_device_0  # noqa: E402
+from calls.fakes import trace_on_device_0  # noqa: E402
 from emulator.device import HostTensors  # noqa: E402
 from flex_page import TRACED  # noqa: E402
 from test_flex_autograd_calls import table_of  # noqa: E402

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from decode_fakes import Arguments, FakeArray, FakeFramework, World, change, contiguous, make_world, put
+from calls.fakes import Arguments, FakeArray, FakeFramework, World, change, contiguous, make_world, put
 from test_mha_calls import ARRAYS as FORWARD_ARRAYS
 from test_mha_calls import D_QK, D_V, H_KV, H_Q, S_K, S_Q, TOTAL_K, TOTAL_Q, B, K, Q, V
 from test_mha_calls import fixed as forward_fixed

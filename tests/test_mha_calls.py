@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from decode_fakes import (
+from calls.fakes import (
     Arguments,
     FakeArray,
     FakeFramework,

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from decode_fakes import (
+from calls.fakes import (
     D_QK,
     H_KV,
     H_Q,

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from decode_fakes import (
+from calls.fakes import (
     H_Q,
     NUM_BLOCKS,
     PAGE,
@@ -26,7 +26,7 @@ from decode_fakes import (
     put,
     q_pair,
 )
-from decode_fakes import PREFILL_S_Q as S_Q
+from calls.fakes import PREFILL_S_Q as S_Q
 
 import rawmla
 from rawmla.call import memo

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from decode_fakes import Arguments, FakeArray, FakeFramework, World, both, change, contiguous, make_world, put
+from calls.fakes import Arguments, FakeArray, FakeFramework, World, both, change, contiguous, make_world, put
 
 import rawmla
 from rawmla import jit

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from decode_fakes import (
+from calls.fakes import (
     H_KV,
     H_Q,
     NOPE_PTR,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import test_mha_calls as mha_calls
-from decode_fakes import (
+from calls.fakes import (
     B,
     FakeArray,
     FakeFramework,

@@ -1,4 +1,4 @@
-"""Shared by the tests of the public calls: stand-ins for arrays, their framework, and the launches."""
+"""Stand-ins for arrays, their framework and the launches of kernels, and calls made of them."""
 
 from __future__ import annotations
 
@@ -18,6 +18,10 @@ from rawmla.kernels import (
     common,
     mha_backward,
     mha_forward,
+    mla_cache_gather,
+    mla_cache_write,
+    mla_convert_indices,
+    mla_merge_states,
     mla_sparse_prefill,
 )
 from rawmla.kernels import mla_combine as combine
@@ -44,7 +48,16 @@ class FakeArray:
     index: Any = None  # what was taken of the array
 
     def __getitem__(self, index: Any) -> FakeArray:
-        return dataclasses.replace(self, index=index)
+        """Take a part. Of a part of the columns the shape is known, too."""
+        part = dataclasses.replace(self, index=index)
+        if isinstance(index, tuple) and index[0] == slice(None) and isinstance(index[1], slice):
+            part.shape, part.strides = (self.shape[0], index[1].stop), contiguous(self.shape)
+        return part
+
+    def reshape(self, *shape: int) -> FakeArray:
+        """Split the columns of rows that may lie apart."""
+        assert self.strides is not None and shape[0] == self.shape[0]
+        return dataclasses.replace(self, shape=shape, strides=(self.strides[0], *contiguous(shape)[1:]))
 
     def but(self, **changes: Any) -> FakeArray:
         """A copy with other fields; a new shape is contiguous again."""
@@ -120,29 +133,38 @@ def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 @dataclasses.dataclass
 class World:
-    """The framework of all arrays and the launches of a test."""
+    """The framework of all arrays and the launches of a test.
+
+    A launch is everything that it depends on, by name.
+    """
 
     framework: FakeFramework
-    decodes: list[SimpleNamespace]  # everything that the launches of a call depend on, by name
-    sparse: list[SimpleNamespace]  # the same of sparse calls
-    mha: list[SimpleNamespace]  # and of dense attention
-    mha_backward: list[SimpleNamespace]  # and of its backward
-    prefix: list[SimpleNamespace]  # and of prefix prefill
-    flex: list[SimpleNamespace]  # and of flex attention
-    flex_backward: list[SimpleNamespace]  # and of its backward
+    decodes: list[SimpleNamespace]
+    sparse: list[SimpleNamespace]
+    mha: list[SimpleNamespace]
+    mha_backward: list[SimpleNamespace]
+    prefix: list[SimpleNamespace]
+    flex: list[SimpleNamespace]
+    flex_backward: list[SimpleNamespace]
     plans: list[Arguments]
+    around: list[Arguments]  # of caches, indices and merges
     reads: list[str]  # names of the arguments that were read
     loaded: list[Any]  # specs of the kernels that are launched by themselves
     enqueued: list[SimpleNamespace]  # their launches, and what was cleared
 
     @property
+    def launched(self) -> list[Arguments]:
+        """The launches of all families."""
+        attention = (self.decodes, self.sparse, self.mha, self.mha_backward, self.prefix)
+        with_mods = (self.flex, self.flex_backward, self.enqueued)
+        others = [vars(launch) for launches in (*attention, *with_mods) for launch in launches]
+        return [*self.plans, *self.around, *others]
+
+    @property
     def untouched(self) -> bool:
-        """Nothing was allocated, copied, filled or launched."""
+        """Nothing was allocated, copied, filled, loaded or launched."""
         made = self.framework
-        launched = self.decodes or self.sparse or self.mha or self.mha_backward or self.prefix or self.flex
-        launched = launched or self.flex_backward
-        loaded = self.plans or self.loaded or self.enqueued
-        return not (made.allocated or made.copied or made.filled or launched or loaded)
+        return not (made.allocated or made.copied or made.filled or self.loaded or self.launched)
 
 
 class PreparedDecode:
@@ -267,10 +289,13 @@ class LoadedKernel:
 
 def make_world(monkeypatch: pytest.MonkeyPatch) -> World:
     """Stand-ins for arrays, launches and the device, for the length of a test."""
-    made = World(FakeFramework(), *[[] for _ in range(11)])
+    made = World(FakeFramework(), *[[] for _ in range(12)])
 
     def clear(address: int, size: int, stream: int, device: int) -> None:
         made.enqueued.append(SimpleNamespace(name="clear", address=address, size=size, stream=stream))
+
+    def launch_around(*positional: Any, **arguments: Any) -> None:
+        made.around.append({"positional": positional, **arguments})
 
     def read(x: FakeArray, name: str) -> frameworks.Fields:
         made.reads.append(name)
@@ -298,6 +323,8 @@ def make_world(monkeypatch: pytest.MonkeyPatch) -> World:
     monkeypatch.setattr(mha_backward, "PreparedMhaBackward", prepared_backward)
     monkeypatch.setattr(jit, "get_kernel", lambda *which, capturing: LoadedKernel(made, *which, capturing))
     monkeypatch.setattr(jit, "clear", clear)
+    for module in (mla_cache_write, mla_cache_gather, mla_convert_indices, mla_merge_states):
+        monkeypatch.setattr(module, "launch", launch_around)
     monkeypatch.setattr(metadata, "launch", lambda **arguments: made.plans.append(arguments))
     monkeypatch.setattr(metadata, "load", lambda b, device, capturing: None)
     monkeypatch.setattr(mla_sparse_prefill, "_load", lambda specs, call, capturing: None)
