@@ -1,21 +1,18 @@
-"""Calls that are refused: rows of a table, the rows that every array has, and the checks of a row."""
+"""Tables of calls that are refused. What every operation refuses is in test_refusals.py."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 
-from calls.fakes import Arguments, FakeArray, FakeFramework, World, change, put
+from calls.fakes import Arguments, World, change
 
 Refusal = tuple[str, type[Exception], str, Callable[[Arguments], Any]]
 """The argument that the text names, the exception, parts of the text, with " ... " between them, and what
 spoils a call.
 """
-
-OTHER = FakeFramework("other", stream=0x99)
 
 
 def shapes(**new: tuple[int, ...]) -> Callable[[Arguments], None]:
@@ -28,50 +25,37 @@ def shapes(**new: tuple[int, ...]) -> Callable[[Arguments], None]:
     return apply
 
 
-def of_every_array(arguments: Arguments, first: str, optional: Iterable[str] = ()) -> list[Refusal]:
-    """Rows for each array of a call; others must be where `first` is."""
-    rows: list[Refusal] = []
-    for name, array in arguments.items():
-        if not isinstance(array, FakeArray):
-            continue
-        rows.append((name, TypeError, "got list", put(name, [1])))
-        rows.append((name, ValueError, "CUDA memory ... numpy.ndarray", put(name, np.zeros((1, 1, 1, 8)))))
-        if name not in optional:
-            rows.append((name, TypeError, "got NoneType", put(name, None)))
-        if name != first:
-            rows.append((name, ValueError, f"cuda:0 ... of {first} ... cuda:1", change(name, device=1)))
-            streams = "fake array ... 0x51 ... other array ... 0x99"
-            rows.append((name, ValueError, streams, change(name, framework=OTHER)))
-    return rows
+def each(refusals: list[Refusal]) -> pytest.MarkDecorator:
+    """A test for each row of a table."""
+    ids = [f"{argument}: {text}" for argument, _, text, _ in refusals]
+    return pytest.mark.parametrize("refusal", refusals, ids=ids)
 
 
-def ids_of(refusals: list[Refusal]) -> list[str]:
-    return [f"{argument}: {text}" for argument, _, text, _ in refusals]
-
-
-def check_refused(world: World, function: Callable[..., Any], arguments: Arguments, refusal: Refusal) -> None:
-    """Check the exception and its text, and that nothing happened before it."""
-    argument, error, text, spoil = refusal
-    spoil(arguments)
-    with pytest.raises(error) as caught:
-        function(**arguments)
-    message = str(caught.value)
-    assert type(caught.value) is error
-    assert message.startswith(f"{argument}: expected ") and ", got " in message
-    for part in text.split(" ... "):
-        assert part in message
-    assert world.untouched
-
-
-def check_refused_later(
-    world: World, function: Callable[..., Any], of: Callable[[], Arguments], refusals: list[Refusal]
+def check_refused(
+    world: World, function: Callable[..., Any], make: Callable[[], Arguments], refusal: Refusal
 ) -> None:
-    """Check that what is known of an accepted call hides none of the refusals."""
-    function(**of())
-    made = len(world.framework.allocated)
-    for _, error, _, spoil in refusals:
-        arguments = of()
+    """Check the exception and its text, and that nothing happened before it: before a good call and after
+    it, when what is known of that call could hide what differs.
+    """
+    argument, error, text, spoil = refusal
+    for is_first in (True, False):
+        arguments = make()
         spoil(arguments)
-        with pytest.raises(error):
+        before = _events(world)
+        with pytest.raises(error) as caught:
             function(**arguments)
-    assert len(world.framework.allocated) == made
+        message = str(caught.value)
+        assert type(caught.value) is error
+        assert message.startswith(f"{argument}: expected ") and ", got " in message
+        for part in text.split(" ... "):
+            assert part in message
+        assert _events(world) == before
+        if is_first:
+            function(**make())
+            assert world.launched
+
+
+def _events(world: World) -> tuple[int, ...]:
+    made = world.framework
+    found: tuple[list[Any], ...] = (made.allocated, made.copied, made.filled, world.loaded, world.launched)
+    return tuple(map(len, found))
