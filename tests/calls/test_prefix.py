@@ -208,12 +208,7 @@ REFUSALS: list[Refusal] = [
         )
     ],
     *[
-        (
-            "k_cache",
-            ValueError,
-            "contiguous [d / x, block_size, x]",
-            change("k_cache", strides=strides),
-        )
+        ("k_cache", ValueError, "contiguous [d / x, block_size, x]", change("k_cache", strides=strides))
         for strides in ((4 * HEAD, 2 * HEAD, 2 * PAGE * X, 2 * X, 1), (2 * HEAD, HEAD, X, D, 1))
     ],
     (
