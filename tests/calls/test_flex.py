@@ -24,7 +24,6 @@ B, HQ, HKV, L, S, E, EV = 2, 8, 2, 300, 500, 128, 64
 Q, K, V, OUT = (B, HQ, L, E), (B, HKV, S, E), (B, HKV, S, EV), (B, HQ, L, EV)
 ROWS, COLUMNS = 3, 4  # of blocks of 128
 NO_CHANGE = "return score;"
-SCRATCH_STEP = 16
 MASK_LISTS = [f"block_mask.{name}" for name in LISTS]
 OTHER = FakeFramework("other", stream=0x99)
 

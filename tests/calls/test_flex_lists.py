@@ -6,6 +6,7 @@ import gc
 import math
 import struct
 import weakref
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +23,6 @@ from calls.test_flex import (
     HQ,
     MASK_LISTS,
     ROWS,
-    SCRATCH_STEP,
     B,
     K,
     L,
@@ -292,19 +292,18 @@ def read_struct(declared: Any, params: bytes) -> dict[str, Any]:
 
 def check_recut(
     world: World,
+    launch: Any,
+    made: Sequence[int],
     leading: tuple[int, int],
     lengths: tuple[int, int],
     block: tuple[int, int],
-    made: tuple[int, ...],
-    step: int,
 ) -> Any:
     """Check what makes lists of blocks of 128 in scratch, and where; returns the launch that clears states.
 
     Args:
+        made: addresses of the lists for the attention kernel.
         lengths: tokens along lines and along entries of the lists.
         block: the mask's block, in the same order.
-        made: addresses of the lists for the attention kernel.
-        step: addresses are multiples of it.
     """
     lines, entries = [-(-length // size) for length, size in zip(lengths, block, strict=True)]
     new_lines, new_entries = [-(-length // 128) for length in lengths]
@@ -351,8 +350,8 @@ def check_recut(
     scratch = world.framework.allocated[-1]
     counts = 4 * masks * new_lines
     parts = zip(made, (counts, counts * new_entries) * 2, strict=True)
-    places = sorted([(scratch.ptr, 16), (clear.address, clear.size), *parts])
-    assert not any(address % step for address, _ in places)
+    places = sorted([(scratch.ptr, launch.prepared.scratch_bytes), (clear.address, clear.size), *parts])
+    assert not any(address % 16 for address, _ in places)
     ends = [address + size for address, size in places]
     assert all(end <= begin for end, (begin, _) in zip(ends, places[1:], strict=False))
     assert places[0][0] == scratch.ptr and ends[-1] <= scratch.ptr + scratch.shape[0]
@@ -373,7 +372,7 @@ def test_other_blocks(world: World, size: tuple[int, int], leading: tuple[int, i
     mask.mask_mod = rawmla.CudaMod("q_idx * x >= kv_idx", {"x": 2.5})
     call(plain(), block_mask=mask)
     launch = only(world)
-    clear = check_recut(world, leading, (L, S), size, launch.more[1:5], SCRATCH_STEP)
+    clear = check_recut(world, launch, launch.more[1:5], leading, (L, S), size)
     assert launch.more.states == clear.address and launch.scratch == world.framework.allocated[-1].ptr
     assert launch.call.mods.states == (rows, columns, *size)
     assert launch.call.mods.lists == of_128(leading, ROWS, COLUMNS)
