@@ -181,6 +181,19 @@ def test_captured_tensors_of_other_kinds(launches: Launches) -> None:
     assert not out.requires_grad and not aux.lse.requires_grad and not aux.max_scores.requires_grad
 
 
+def test_captured_tensors_of_an_explicit_backward(launches: Launches) -> None:
+    """Those that require grad are in its result; None where nothing depends on one."""
+    leaves = leaves_of(())
+    used, cut = (torch.randn(L, requires_grad=True) for _ in range(2))
+    out, lse = plain(leaves, return_lse=True)
+    arrays = (out, *[leaves[name] for name in SHAPES], out, lse)
+    *_, captured = rawmla.flex_attention_backward(
+        *arrays, lambda s, b, h, q, k: s + used[q] + cut[q].detach(), enable_gqa=True
+    )
+    assert captured.keys() == {"used", "cut"} and captured["cut"] is None
+    assert bool((captured["used"] == FIRST_CAPTURE).all())
+
+
 def test_a_result_that_does_not_depend_on_the_score(launches: Launches) -> None:
     leaves = leaves_of()
     call(leaves, score_mod=lambda s, b, h, q, k: leaves["table"][h, q - k + S] * 1.0).sum().backward()
@@ -362,6 +375,7 @@ def test_checkpointed(launches: Launches) -> None:
     """The forward is computed again in the backward pass."""
     from torch.utils.checkpoint import checkpoint
 
+    call(leaves_of())  # its functions are traced outside of the checkpoint
     for reentrant in (False, True):
         launches.forward.clear()
         leaves = leaves_of()
