@@ -166,6 +166,13 @@ class World:
         made = self.framework
         return not (made.allocated or made.copied or made.filled or self.loaded or self.launched)
 
+    def begin_again(self) -> None:
+        """Forget what was recorded, so that the next call is recorded as a first one."""
+        made = self.framework
+        records = [getattr(self, field.name) for field in dataclasses.fields(self)[1:]]
+        for record in (made.allocated, made.copied, made.filled, *records):
+            record.clear()
+
 
 class PreparedDecode:
     """Stands in for the launches of a decode call."""
