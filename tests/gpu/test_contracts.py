@@ -8,17 +8,10 @@ from typing import Any
 
 import pytest
 from gpu_support import POISON_BYTE, bits, replaced_launches, torch
-from operations import (
-    OPERATIONS,
-    Operation,
-    all_canaries,
-    assert_results,
-    between_canaries,
-    fill_with_canaries,
-    for_each,
-    map_arrays,
-    strided,
-)
+
+from operations import OPERATIONS, Operation, assert_results, for_each
+from operations.core import change_arrays
+from operations.memory import all_canaries, between_canaries, fill_with_canaries, strided
 
 # ---- strides
 
@@ -88,12 +81,12 @@ def test_results_are_written_whole(operation: Operation, case: Any) -> None:
 @for_each("cases")
 def test_inputs_are_left_alone(operation: Operation, case: Any) -> None:
     call = operation.make(case)
-    before = map_arrays(call.arrays(), lambda x: x.clone())
+    before = {name: change_arrays(x, torch.clone) for name, x in call.arrays().items()}
     arguments = {}
     if call.plan is not None:
         metadata, num_splits = call.make_plan("tensors")
         arguments = {"tile_scheduler_metadata": metadata, "num_splits": num_splits}
-    kept = map_arrays(arguments, lambda x: x.clone())
+    kept = {name: x.clone() for name, x in arguments.items()}
     call.run(**arguments)
     for name, now in {**call.arrays(), **arguments}.items():
         then = {**before, **kept}[name]

@@ -9,19 +9,10 @@ from typing import Any
 
 import pytest
 from gpu_support import replaced_launches, torch
-from operations import (
-    OPERATIONS,
-    Arguments,
-    Call,
-    Operation,
-    all_canaries,
-    assert_results,
-    fill_with_canaries,
-    for_each,
-    for_first,
-)
 
 import rawmla
+from operations import OPERATIONS, Arguments, Call, Operation, assert_results, for_each, for_first
+from operations.memory import all_canaries, fill_with_canaries
 
 
 def change_one(value: Any, change: Callable[[Any], Any]) -> Any:
