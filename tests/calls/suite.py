@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+
+import rawmla
 from calls.fakes import Arguments, FakeArray, World
 from operations import OPERATIONS, Operation
 from operations.core import Call, change_arrays
-
-import rawmla
 from rawmla.call import memo
 
 Change = Callable[[FakeArray], Any]
@@ -62,9 +62,9 @@ def make_call(operation: Operation, case: Any = None, change: Change = lambda x:
     return call
 
 
-def in_tensors(operation: Operation) -> Arguments:
-    """All that the function takes in the first case: also a plan of tensors, and what it writes."""
-    call = tensors_of(operation)
+@cache
+def _all_tensors(operation: str, case: int) -> Arguments:
+    call = tensors(operation, case)
     arguments = call.arguments | call.target()
     if call.plan is not None:
         splits = len(call.plan["cache_seqlens"]) + 1
@@ -73,9 +73,14 @@ def in_tensors(operation: Operation) -> Arguments:
     return arguments
 
 
-def all_arguments(operation: Operation) -> Arguments:
+def in_tensors(operation: Operation, case: Any = None) -> Arguments:
+    """All that the function takes in a case: also a plan of tensors, and what it writes."""
+    return dict(_all_tensors(operation.name, 0 if case is None else operation.cases.index(case)))
+
+
+def all_arguments(operation: Operation, case: Any = None) -> Arguments:
     """The same in stand-ins."""
-    return {name: stand_ins(value) for name, value in in_tensors(operation).items()}
+    return {name: stand_ins(value) for name, value in in_tensors(operation, case).items()}
 
 
 def arrays_of(arguments: Arguments) -> Arguments:
@@ -86,6 +91,11 @@ def arrays_of(arguments: Arguments) -> Arguments:
 def run(operation: Operation, arguments: Arguments) -> Any:
     """Call the function of an operation."""
     return getattr(rawmla, tensors_of(operation).function)(**arguments)
+
+
+def flat(value: Any) -> list[FakeArray]:
+    """An array, or those of a list."""
+    return value if isinstance(value, list) else [value]
 
 
 def change_last(value: Any, change: Change) -> Any:

@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+
+import rawmla
 from calls.fakes import Arguments, FakeArray, FakeFramework, World, contiguous
 from calls.suite import (
     HOST_OPERATIONS,
@@ -27,8 +29,6 @@ from calls.suite import (
 )
 from operations import Operation
 
-import rawmla
-
 OTHER = FakeFramework("other", stream=0x99)
 
 
@@ -42,11 +42,16 @@ def of_another_shape(x: FakeArray) -> FakeArray:
     return x.but(shape=(math.prod(x.shape),) if len(x.shape) > 1 else (x.shape[0] - 1,))
 
 
+def of_another_dtype(x: FakeArray) -> FakeArray:
+    """float64 or, for integers, int64, which is the common mistake; int16 where int64 is right."""
+    return x.but(dtype={"int32": "int64", "int64": "int16", "uint8": "int16"}.get(x.dtype, "float64"))
+
+
 # How an array is spoilt -> exception, what the text also holds, the change.
 WRONG: dict[str, tuple[type[Exception], str, Callable[[FakeArray], Any]]] = {
     "a list": (TypeError, "got list", lambda x: [1.0]),
     "on the host": (ValueError, "got numpy.ndarray in CPU memory", lambda x: np.zeros(3)),
-    "of another dtype": (TypeError, "got complex64", lambda x: x.but(dtype="complex64")),
+    "of another dtype": (TypeError, "expected dtype", of_another_dtype),
     "of one dimension more": (ValueError, ", 1]", lambda x: x.but(shape=(*x.shape, 1))),
     "of another shape": (ValueError, "expected shape", of_another_shape),
     "with a strided last dimension": (ValueError, "contiguous", strided),
