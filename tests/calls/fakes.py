@@ -465,3 +465,40 @@ def both(*changes: Callable[[Arguments], None]) -> Callable[[Arguments], None]:
             one(arguments)
 
     return apply
+
+
+# The argument that the text begins with, the exception, what the text also holds, and what is wrong: a dict
+# changes fields of the argument, a function changes the arguments, and anything else replaces the argument.
+Row = tuple[str, type[Exception], str, Any]
+
+
+def spoil(row: Row, arguments: Arguments) -> Arguments:
+    """The arguments with what is wrong in a row of refused calls."""
+    name, _, _, wrong = row
+    if callable(wrong):
+        wrong(arguments)
+    elif isinstance(wrong, dict):
+        change(name, **wrong)(arguments)
+    else:
+        arguments[name] = wrong
+    return arguments
+
+
+def check_rows(
+    world: World, function: Callable[..., Any], make: Callable[[], Arguments], rows: Sequence[Row]
+) -> None:
+    """Every row is refused before anything is made: before a good call and after it."""
+    for is_first in (True, False):
+        for row in rows:
+            name, kind, text, _ = row
+            with pytest.raises(kind) as caught:
+                function(**spoil(row, make()))
+            message = str(caught.value)
+            assert type(caught.value) is kind, message
+            assert message.startswith(f"{name}: expected ") and ", got " in message, message
+            assert text in message, message
+            assert world.untouched, row
+        if is_first:
+            function(**make())
+            assert world.launched
+            world.begin_again()

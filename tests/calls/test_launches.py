@@ -143,9 +143,10 @@ def test_warmup_call(world: World, operation: Operation) -> None:
     """Kernels are loaded for what the call launches, and nothing else happens."""
     call = make_call(operation)
     function = getattr(rawmla, call.function)
+    plan = rawmla.FlashMLASchedMeta()
     forms = [all_arguments(operation)]
     if call.plan is not None:
-        forms.append(forms[0] | {"tile_scheduler_metadata": rawmla.FlashMLASchedMeta(), "num_splits": None})
+        forms.append(forms[0] | {"tile_scheduler_metadata": plan, "num_splits": None})
     for arguments in forms:
         world.begin_again()
         assert rawmla.warmup_call(function, **arguments) is None
@@ -153,10 +154,7 @@ def test_warmup_call(world: World, operation: Operation) -> None:
         assert {launch["stream"] for launch in warmed} == {NO_LAUNCH}
         made = world.framework
         assert not (made.allocated or made.copied or made.filled)
-        plan = arguments.get("tile_scheduler_metadata")
-        assert not isinstance(plan, rawmla.FlashMLASchedMeta) or vars(plan) == vars(
-            rawmla.FlashMLASchedMeta()
-        )
+        assert vars(plan) == vars(rawmla.FlashMLASchedMeta())
         world.begin_again()
         function(**arguments)
         assert {launch["stream"] for launch in world.launched} == {0x51}
