@@ -43,8 +43,9 @@ def of_another_shape(x: FakeArray) -> FakeArray:
 
 
 def of_another_dtype(x: FakeArray) -> FakeArray:
-    """float64 or, for integers, int64, which is the common mistake; int16 where int64 is right."""
-    return x.but(dtype={"int32": "int64", "int64": "int16", "uint8": "int16"}.get(x.dtype, "float64"))
+    """The common mistake: int64 and float32, or bfloat16 in place of float32."""
+    mistakes = {"int32": "int64", "int64": "int16", "uint8": "int16", "float32": "bfloat16"}
+    return x.but(dtype=mistakes.get(x.dtype, "float32"))
 
 
 # How an array is spoilt -> exception, what the text also holds, the change.
