@@ -1,5 +1,5 @@
-"""Shared by the GPU tests: torch, CuPy where there is a GPU, poison in what the library allocates, and what the
-tests know of the library's private names.
+"""Shared by the GPU tests: torch, CuPy where there is a GPU, poison in what the library allocates, and what
+the tests know of the library's private names.
 """
 
 from __future__ import annotations

@@ -17,10 +17,15 @@ pytest.importorskip("torch")
 
 from .cache import CONVERT, DEQUANTIZE, GATHER, QUANTIZE, WRITE  # noqa: E402
 from .core import Arguments, Call, Operation, assert_results, is_planned  # noqa: E402
+from .dense import MHA, MHA_KV, MHA_QKV, MHA_VARLEN  # noqa: E402
+from .dense_backward import MHA_BACKWARD, MHA_VARLEN_BACKWARD  # noqa: E402
+from .flex import BLOCK_MASK, BLOCK_MASK_TRACED, FLEX, FLEX_TRACED  # noqa: E402
+from .flex_backward import FLEX_BACKWARD, FLEX_BACKWARD_TRACED  # noqa: E402
 from .merge import MERGE  # noqa: E402
 from .mla_decode import DENSE  # noqa: E402
 from .mla_prefill import prefill_operation  # noqa: E402
 from .mla_sparse import sparse_operation  # noqa: E402
+from .prefix import PREFIX, PREFIX_FP8, PREFIX_GATHERED  # noqa: E402
 
 __all__ = [
     "OPERATIONS",
@@ -51,6 +56,21 @@ OPERATIONS = (
     DEQUANTIZE,
     CONVERT,
     MERGE,
+    MHA,
+    MHA_VARLEN,
+    MHA_QKV,
+    MHA_KV,
+    MHA_BACKWARD,
+    MHA_VARLEN_BACKWARD,
+    PREFIX,
+    PREFIX_GATHERED,
+    PREFIX_FP8,
+    FLEX,
+    FLEX_TRACED,
+    BLOCK_MASK,
+    BLOCK_MASK_TRACED,
+    FLEX_BACKWARD,
+    FLEX_BACKWARD_TRACED,
 )
 
 

@@ -104,10 +104,8 @@ class Call:
 
     def all_arrays(self) -> list[Any]:
         """All that the call reads: also the arrays of functions, of block masks and of the plan."""
-        found: list[Any] = []
-        for value in (*self.arguments.values(), *(self.plan or {}).values()):
-            change_arrays(value, found.append)
-        return found
+        given = (*self.arguments.values(), *(self.plan or {}).values())
+        return [x for value in given for x in arrays_in(value)]
 
     def mapped(self, change: Callable[[Any], Any], inside: Callable[[Any], Any] | None = None) -> Call:
         """The call with every array changed, those of the plan and a written one too; `inside` changes those
@@ -132,13 +130,32 @@ def change_arrays(
     if isinstance(value, list):
         return [change(x) for x in value]
     if isinstance(value, rawmla.CudaMod):
-        captures = {name: change_arrays(x, inside) for name, x in value.captures.items()}
+        captures = {name: change_captured(x, inside) for name, x in value.captures.items()}
         return rawmla.CudaMod(value.code, captures, grad=value.grad, capture_grads=value.capture_grads)
     if isinstance(value, rawmla.BlockMask):
         lists = [change_arrays(getattr(value, name), inside) for name in LISTS]
         mask = change_arrays(value.mask_mod, inside)
         return rawmla.BlockMask(value.seq_lengths, *lists, value.BLOCK_SIZE, mask)
     return change(value) if hasattr(value, "__dlpack__") else value
+
+
+def change_captured(x: Any, change: Callable[[Any], Any]) -> Any:
+    """What a function captures, changed; a tensor requires grad if it did."""
+    if not isinstance(x, torch.Tensor):
+        return x
+    made = change(x.detach())
+    return made.requires_grad_(x.requires_grad) if isinstance(made, torch.Tensor) else made
+
+
+def arrays_in(value: Any) -> list[Any]:
+    """The arrays of an argument, as `change_arrays` finds them."""
+    if isinstance(value, rawmla.CudaMod):
+        return [x.detach() for x in value.captures.values() if isinstance(x, torch.Tensor)]
+    if isinstance(value, rawmla.BlockMask):
+        lists = [getattr(value, name) for name in LISTS]
+        return [x for x in lists if x is not None] + arrays_in(value.mask_mod)
+    values = value if isinstance(value, list) else [value]
+    return [x for x in values if hasattr(x, "__dlpack__")]
 
 
 class Case(Protocol):
@@ -178,6 +195,7 @@ class Operation:
         small_cases: calls that reach every path of the kernels, for the emulator and compute-sanitizer.
         kernels: labels of kernels begin so, of which the small cases run all.
         rerun_cases, graph_cases, invariant_cases: for bits, graphs and batch invariance.
+        repeats: how often the calls of rerun cases are made back to back.
         strides: for each argument with free strides, the kinds of `strided` it takes.
         odd_last: arguments whose last dimension need not be contiguous.
         out: padding of each dimension of the buffer that an output may be a slice of; None: none is taken.
@@ -190,8 +208,9 @@ class Operation:
         part: the call with these requests of a batch only.
         plan_serves_all_lengths: a plan of tensors made once serves whatever `changes` does.
         clusters: calls are forced to the kernel for clusters; tests/test_gpu_cases.py sees that all go there.
+        grads: the arguments whose gradients a graph of autograd has; others that require grad are refused.
+        ordered_like: the argument in whose order fresh results have their dimensions in memory.
         any_framework: its arrays may be those of CuPy and of DLPack; functions of Python read tensors.
-        differentiable: inputs that require grad give results with a graph; else they are refused.
         writes: calls write an argument and allocate no result.
     """
 
@@ -203,6 +222,7 @@ class Operation:
     small_cases: tuple[Any, ...] = ()
     kernels: tuple[str, ...] = ()
     rerun_cases: tuple[Any, ...] = ()
+    repeats: int = 20
     graph_cases: tuple[Any, ...] = ()
     invariant_cases: tuple[Any, ...] = ()
     strides: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -216,13 +236,19 @@ class Operation:
     plan_serves_all_lengths: bool = False
     clusters: bool = False
     any_framework: bool = True
-    differentiable: bool = False
+    grads: tuple[str, ...] = ()
+    ordered_like: str | None = None
     writes: bool = False
 
 
 def is_planned(operation: Operation) -> bool:
     """Whether the calls take a plan."""
     return operation.part is not None
+
+
+def slices(result: Any) -> Pads:
+    """Room around a result in every dimension; its rows begin at multiples of 16 bytes."""
+    return (*((1, 1),) * (result.ndim - 1), (8, 8))
 
 
 def replaced(name: str, change: Callable[[Any], Any]) -> Callable[[Arguments], Arguments]:
