@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 import rawmla
-from calls.fakes import Arguments, FakeArray, Row, World, change, check_rows, put
+from calls.fakes import Arguments, FakeArray, World, change, put
+from calls.refusals import Refusal, check_all_refused
 from rawmla.kernels.mla_merge_states import State
 
 V32, MODEL1 = ("uint8", 656), ("uint8", 584)
@@ -78,9 +79,9 @@ def merge_arguments(parts: int = 3) -> Arguments:
 # ---- what is refused
 
 
-def check_refused(world: World, make: Callable[[], Arguments], function: str, rows: list[Row]) -> None:
+def check_refused(world: World, make: Callable[[], Arguments], function: str, rows: list[Refusal]) -> None:
     """The rows, for one of the functions here."""
-    check_rows(world, getattr(rawmla, function), make, rows)
+    check_all_refused(world, getattr(rawmla, function), make, rows)
 
 
 # What is refused of a cache of format "v32": the exception, the text, and the change.
@@ -121,7 +122,7 @@ def pages_of_2_gib(arguments: Arguments) -> None:
 
 
 def test_quantizing(world: World) -> None:
-    rows: list[Row] = [
+    rows: list[Refusal] = [
         ("layout", TypeError, "'v32' or 'model1', got int", 1),
         ("layout", ValueError, "'v32' or 'model1', got 'v4'", "v4"),
         ("k_cache", ValueError, "512]", put("layout", "model1")),
@@ -141,7 +142,7 @@ def test_quantizing(world: World) -> None:
 
 
 def test_writing(world: World) -> None:
-    rows: list[Row] = [
+    rows: list[Refusal] = [
         ("kv_c", ValueError, "[T, 512] for a cache of uint8 with last dimension 656", {"shape": (33, 448)}),
         *[
             (
@@ -160,7 +161,7 @@ def test_writing(world: World) -> None:
 
 
 def test_gathering(world: World) -> None:
-    rows: list[Row] = [
+    rows: list[Refusal] = [
         ("block_table", ValueError, "both below 2**31", {"shape": (3, 2**31), "strides": (0, 1)}),
         ("cache_seqlens", ValueError, "[3]", {"shape": (4,)}),
         ("workspace_starts", ValueError, "[3]", {"shape": (4,)}),
@@ -179,7 +180,7 @@ def table_too_short(arguments: Arguments) -> None:
 
 
 def test_converting(world: World) -> None:
-    rows: list[Row] = [
+    rows: list[Refusal] = [
         ("indices", ValueError, "[T, topk] or", {"shape": (100,)}),
         ("block_table", ValueError, "[at least 5, max_blocks]", table_too_short),
         ("page_block_size", ValueError, "at least 1, got 0", 0),
@@ -201,7 +202,7 @@ def part(name: str, i: int, **changes: Any) -> Callable[[Arguments], None]:
 
 
 def test_merging(world: World) -> None:
-    rows: list[Row] = [
+    rows: list[Refusal] = [
         ("outs", TypeError, "a list or tuple of arrays", FakeArray((3, 2, 3, 8, 512), "bfloat16")),
         ("lses", TypeError, "a list or tuple of arrays, got NoneType", None),
         ("lses", ValueError, "at least 1", lambda arguments: arguments.update(outs=[], lses=[])),

@@ -32,11 +32,9 @@ from calls.fakes import (
     Arguments,
     B,
     FakeArray,
-    Row,
     World,
     both,
     change,
-    check_rows,
     dense_arguments,
     empty_plan_with,
     out_array,
@@ -44,6 +42,7 @@ from calls.fakes import (
     q_pair,
     sparse_arguments,
 )
+from calls.refusals import Refusal, check_all_refused
 from rawmla.call import arrays, frameworks
 from rawmla.kernels import mla_dense_decode
 from rawmla.kernels import mla_metadata as metadata
@@ -84,7 +83,7 @@ def test_signature() -> None:
 # ---- what is refused
 
 
-PLAN_ROWS: list[Row] = [
+PLAN_ROWS: list[Refusal] = [
     ("head_dim_v", ValueError, "512", 576),
     ("out", ValueError, "multiples of 8", out_array(strides=(16448, 8224, 514, 1))),
     ("out", ValueError, "positive", out_array(strides=(-16384, 8192, 512, 1))),
@@ -117,7 +116,7 @@ PLAN_ROWS: list[Row] = [
 
 @both_kinds
 def test_plans_and_results_that_are_refused(world: World, make: Make) -> None:
-    check_rows(world, decode, make, PLAN_ROWS)
+    check_all_refused(world, decode, make, PLAN_ROWS)
 
 
 def q_and_cache(s_q: int, h_q: int, h_kv: int) -> Callable[[Arguments], None]:
@@ -145,7 +144,7 @@ def requests(b: int, *changes: Callable[[Arguments], None]) -> Callable[[Argumen
     )
 
 
-DENSE_ROWS: list[Row] = [
+DENSE_ROWS: list[Refusal] = [
     ("q", ValueError, "h_q 15 and h_kv 2", {"shape": (B, S_Q, 15, D_QK)}),
     ("q", ValueError, "h_q 0 and h_kv 2", {"shape": (B, S_Q, 0, D_QK)}),
     ("q", ValueError, "h_q 16 and h_kv 0", change("k_cache", shape=(NUM_BLOCKS, PAGE, 0, D_QK))),
@@ -176,7 +175,7 @@ DENSE_ROWS: list[Row] = [
 
 
 def test_dense_calls_that_are_refused(world: World) -> None:
-    check_rows(world, decode, dense_arguments, DENSE_ROWS)
+    check_all_refused(world, decode, dense_arguments, DENSE_ROWS)
 
 
 @pytest.mark.parametrize(
@@ -210,7 +209,7 @@ def of_layout(layout: str, spoilt: Callable[[Arguments], None]) -> Callable[[Arg
     return both(lambda arguments: arguments.update(sparse_arguments(layout, extra=True)), spoilt)
 
 
-def cache_rows(name: str, blocks: int, page: int) -> list[Row]:
+def cache_rows(name: str, blocks: int, page: int) -> list[Refusal]:
     """What is refused of a cache of a sparse call, or of the extra one."""
     wrong = {"v32": (584, 655, 576), "model1": (656, 576), "bf16 576": (512,), "bf16 512": (576,)}
     rows_apart, columns_apart = (576, 2**31, 576, 1), (2 * page * 576, 1152, 1152, 2)
@@ -252,7 +251,7 @@ def cache_rows(name: str, blocks: int, page: int) -> list[Row]:
     ]
 
 
-def index_rows(name: str, width: int, text: str) -> list[Row]:
+def index_rows(name: str, width: int, text: str) -> list[Refusal]:
     """What is refused of indices."""
     return [
         *[
@@ -264,7 +263,7 @@ def index_rows(name: str, width: int, text: str) -> list[Row]:
     ]
 
 
-SPARSE_ROWS: list[Row] = [
+SPARSE_ROWS: list[Refusal] = [
     ("q", ValueError, "576 or 512", {"shape": (B, S_Q, H_Q, 128)}),
     ("q", ValueError, "at least 1 head", {"shape": (B, S_Q, 0, 576)}),
     *cache_rows("k_cache", NUM_BLOCKS, PAGE),
@@ -301,7 +300,7 @@ SPARSE_ROWS: list[Row] = [
 
 
 def test_sparse_calls_that_are_refused(world: World) -> None:
-    check_rows(world, decode, full_sparse, SPARSE_ROWS)
+    check_all_refused(world, decode, full_sparse, SPARSE_ROWS)
 
 
 # ---- what launches get

@@ -20,15 +20,14 @@ from calls.fakes import (
     TOPK,
     Arguments,
     FakeArray,
-    Row,
     World,
     change,
-    check_rows,
     prefill_arguments,
     put,
     q_pair,
 )
 from calls.fakes import PREFILL_S_Q as S_Q
+from calls.refusals import Refusal, check_all_refused
 from rawmla.kernels import mla_metadata as metadata
 from rawmla.kernels import mla_sparse_prefill as sparse_prefill
 from rawmla.kernels.mla_sparse import NO_CACHE, Cache
@@ -53,7 +52,7 @@ def out_array(**changes: Any) -> FakeArray:
 # ---- what is refused
 
 
-ROWS: list[Row] = [
+ROWS: list[Refusal] = [
     ("q", ValueError, "576 or 512", {"shape": (S_Q, H_Q, 128)}),
     ("q", ValueError, "at least 1 head", {"shape": (S_Q, 0, 576)}),
     ("kv", TypeError, "bfloat16 with is_fp8_kvcache=False", {"dtype": "float16"}),
@@ -81,19 +80,19 @@ ROWS: list[Row] = [
 
 
 def test_calls_that_are_refused(world: World) -> None:
-    check_rows(world, prefill, full, ROWS)
+    check_all_refused(world, prefill, full, ROWS)
 
 
 @pytest.mark.parametrize(("layout", "columns"), (("v32", 656), ("model1", 584)))
 def test_caches_that_are_refused(world: World, layout: str, columns: int) -> None:
-    rows: list[Row] = [
+    rows: list[Refusal] = [
         ("kv", TypeError, "is_fp8_kvcache=True", {"dtype": "bfloat16"}),
         ("kv", ValueError, f"[num_blocks, page_block_size, 1, {columns}]", {"shape": (9, 1, columns)}),
         ("kv", ValueError, f"1, {columns}]", {"shape": (9, 64, 1, 576)}),
         ("kv", ValueError, "at least 1 block", {"shape": (0, 64, 1, columns)}),
         ("kv", ValueError, "multiples of 8 bytes", {"ptr": 0x2004}),
     ]
-    check_rows(world, prefill, lambda: full(layout), rows)
+    check_all_refused(world, prefill, lambda: full(layout), rows)
 
 
 # ---- what launches get

@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+
+import rawmla
 from calls.fakes import (
     H_KV,
     H_Q,
@@ -32,8 +34,6 @@ from calls.fakes import (
     q_pair,
     sparse_arguments,
 )
-
-import rawmla
 from kit import DenseCase, SparseCase, make_dense_inputs, make_sparse_inputs
 from rawmla import reference
 from rawmla.jit import NO_LAUNCH
