@@ -19,8 +19,12 @@ from rawmla.call import memo
 
 Change = Callable[[FakeArray], Any]
 
-HOST_OPERATIONS = [operation for operation in OPERATIONS if not operation.clusters]
-"""Without the entries that differ in the kernel alone."""
+HOST_OPERATIONS = [
+    operation
+    for operation in OPERATIONS
+    if operation.arrays and operation.any_framework and not operation.clusters
+]
+"""The entries with arrays that stand-ins can replace, without those that differ in the kernel alone."""
 
 each_operation = pytest.mark.parametrize(
     "operation", HOST_OPERATIONS, ids=[operation.name for operation in HOST_OPERATIONS]
@@ -81,6 +85,11 @@ def in_tensors(operation: Operation, case: Any = None) -> Arguments:
 def all_arguments(operation: Operation, case: Any = None) -> Arguments:
     """The same in stand-ins."""
     return {name: stand_ins(value) for name, value in in_tensors(operation, case).items()}
+
+
+def array_names(operation: Operation) -> list[str]:
+    """The names of the arguments that are arrays, or lists of them, also of a plan and of what is written."""
+    return [name for name, x in in_tensors(operation).items() if isinstance(x, (torch.Tensor, list))]
 
 
 def arrays_of(arguments: Arguments) -> Arguments:
