@@ -52,9 +52,9 @@ def check_refused(
             function(**arguments)
         message = str(caught.value)
         assert type(caught.value) is error
-        assert message.startswith(f"{argument}: expected ") and ", got " in message
+        assert message.startswith(f"{argument}: expected") and ", got " in message, message
         for part in text.split(" ... "):
-            assert part in message
+            assert part in message, message
         assert _events(world) == before
         if is_first:
             function(**make())

@@ -120,7 +120,7 @@ def test_wrong_array(world: World, operation: Operation, name: str, wrong: str) 
         assert world.launched
     else:
         # A wrong extent may be found in the next array, which is compared with this one.
-        patterns = {"of one dimension more": rf"\b{name}\b", "of another shape": ""}
+        patterns = {"of one dimension more": rf"\b{name}\b", "of another shape": "expected"}
         assert_refused(world, operation, patterns.get(wrong, names(name)), kind, text, bad)
 
 
