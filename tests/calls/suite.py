@@ -48,10 +48,15 @@ def tensors_of(operation: Operation, case: Any = None) -> Call:
     return tensors(operation.name, 0 if case is None else operation.cases.index(case))
 
 
-def stand_in(x: torch.Tensor) -> FakeArray:
+def stand_in(x: Any) -> FakeArray:
     """An array of the GPU in the place of a tensor."""
     dtype = str(x.dtype).removeprefix("torch.")
     return FakeArray(tuple(x.shape), dtype, tuple(x.stride()), ptr=x.data_ptr() or 0x100)
+
+
+def tensor_like(x: FakeArray) -> Any:
+    """A tensor of the shape and dtype of a stand-in."""
+    return torch.empty(x.shape, dtype=getattr(torch, x.dtype))
 
 
 def stand_ins(value: Any, change: Change = lambda x: x) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 import rawmla
 from calls.fakes import COPY, FakeFramework, World
@@ -22,6 +21,7 @@ from calls.suite import (
     run,
     stand_in,
     stand_ins,
+    tensor_like,
     tensors_of,
 )
 from operations import Operation
@@ -109,7 +109,7 @@ def test_given_results(world: World, operation: Operation) -> None:
     new = make_call(operation).run()
     made = len(world.framework.allocated)
     for name, result in zip(operation.outputs, new, strict=False):
-        like = torch.empty(result.shape, dtype=getattr(torch, result.dtype))
+        like = tensor_like(result)
         _, tensor = between_canaries(like, operation.out(like))
         given = stand_in(tensor)
         world.begin_again()
