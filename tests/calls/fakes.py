@@ -30,6 +30,7 @@ from rawmla.kernels import mla_metadata as metadata
 from rawmla.kernels import mla_sparse as sparse_decode
 
 SM_COUNT = 132
+COPY = 0xC0000  # the address of a copy; further ones are 0x1000 apart
 LISTS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
 Q_LISTS = ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")
 Arguments = dict[str, Any]
@@ -97,13 +98,13 @@ class FakeFramework:
     def contiguous_copy(self, array: FakeArray, name: str) -> FakeArray:
         assert name == "q"
         self.copied.append(array)
-        return array.but(strides=None, ptr=0xC0000)
+        return array.but(strides=None, ptr=COPY)
 
     def aligned_copy(self, array: FakeArray, name: str, dtype: str | None = None) -> FakeArray:
         flex = ("query", "key", "value", "grad_out", *LISTS, *Q_LISTS)
         assert name in ("q", "k", "v", "kv", "qkv", "out", "dout", *flex)
         self.copied.append(array)
-        return array.but(strides=None, ptr=0xC0000 + 0x1000 * len(self.copied), dtype=dtype or array.dtype)
+        return array.but(strides=None, ptr=COPY + 0x1000 * len(self.copied), dtype=dtype or array.dtype)
 
     def fill(self, array: FakeArray, value: float) -> None:
         self.filled.append((array, value))
@@ -165,6 +166,13 @@ class World:
         """Nothing was allocated, copied, filled, loaded or launched."""
         made = self.framework
         return not (made.allocated or made.copied or made.filled or self.loaded or self.launched)
+
+    def begin_again(self) -> None:
+        """Forget what was recorded, so that the next call is recorded as a first one."""
+        made = self.framework
+        records = [getattr(self, field.name) for field in dataclasses.fields(self)[1:]]
+        for record in (made.allocated, made.copied, made.filled, *records):
+            record.clear()
 
 
 class PreparedDecode:
