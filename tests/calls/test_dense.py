@@ -115,8 +115,13 @@ FIXED = EXPECTED._replace(
 # ---- refusals
 
 OF_OPTIONS: list[Refusal] = [
+    *[
+        (name, TypeError, f"int ... got {text}", put(name, value))
+        for name in ("max_seqlen_q", "max_seqlen_k")
+        for text, value in (("None", None), ("float 4.0", 4.0), ("bool True", True), ("", FakeArray(())))
+    ],
+    ("max_seqlen_q", ValueError, "at least 0 ... -1", put("max_seqlen_q", -1)),
     ("max_seqlen_k", ValueError, "at least 0 ... -1", put("max_seqlen_k", -1)),
-    ("softmax_scale", ValueError, "finite ... 0.0", put("softmax_scale", 0)),
     ("window_size", TypeError, "pair ... None", put("window_size", None)),
     ("window_size", TypeError, "pair ... int 5", put("window_size", 5)),
     ("window_size", TypeError, "pair ... 'ab'", put("window_size", "ab")),
@@ -146,8 +151,6 @@ REFUSALS: list[Refusal] = [
     ("attention_chunk", ValueError, "expected 0 ... -1", put("attention_chunk", -1)),
     ("attention_chunk", TypeError, "int ... None", put("attention_chunk", None)),
     ("q", TypeError, "float32 is not supported yet", change("q", dtype="float32")),
-    ("v", TypeError, "bfloat16, the dtype of q ... float32", change("v", dtype="float32")),
-    ("q", ValueError, "[total_q, h_q, d_qk] ... [8, 128]", shapes(q=Q[1:])),
     ("q", ValueError, "1 to 256 ... 264", shapes(q=(*Q[:2], 264), k=(*K[:2], 264))),
     ("q", ValueError, "1 to 256 ... got 0", shapes(q=(*Q[:2], 0))),
     ("v", ValueError, "1 to 256 ... 257", shapes(v=(*V[:2], 257))),
@@ -163,18 +166,13 @@ REFUSALS: list[Refusal] = [
     ("cu_seqlens_q", ValueError, "[b+1]", shapes(cu_seqlens_q=(2, 4))),
     ("cu_seqlens_q", ValueError, "[b+1]", shapes(cu_seqlens_q=(0,))),
     ("cu_seqlens_k", ValueError, "[4] ... [3]", shapes(cu_seqlens_k=(B,))),
-    ("seqused_q", ValueError, "[3] ... [4]", shapes(seqused_q=(B + 1,))),
-    ("attn_sink", ValueError, "[8] ... [7]", shapes(attn_sink=(7,))),
     ("alibi_slopes", ValueError, "[8] ... [3, 7]", shapes(alibi_slopes=(B, 7))),
     ("alibi_slopes", ValueError, "[4, 8]", shapes(alibi_slopes=(4, H_Q))),
     ("alibi_slopes", ValueError, "[16, 2]", change("alibi_slopes", strides=(16, 2))),
     ("alibi_slopes", ValueError, "[-8, 1]", change("alibi_slopes", strides=(-8, 1))),
-    ("out", ValueError, "[40, 8, 64]", shapes(out=Q)),
     ("out", ValueError, "multiple of 16 bytes ... 0x7008", change("out", ptr=0x7008)),
     ("out", ValueError, "multiples of 8", change("out", strides=(516, 64, 1))),
-    ("out", ValueError, "contiguous last", change("out", strides=(1024, 128, 2))),
     ("out", ValueError, "overlap", change("out", strides=(256, 64, 1))),
-    ("out", ValueError, "positive", change("out", strides=(0, 64, 1))),
     ("out", ValueError, "positive", change("out", strides=(-512, 64, 1))),
 ]
 
@@ -587,13 +585,9 @@ def test_given_out(world: World, strides: Any) -> None:
     assert world.mha[0].call.out_strides == (0, *strides[:-1])
     assert [x.shape for x in world.framework.allocated] == [(TOTAL_Q, H_Q), (48,)]
     assert lse is world.framework.allocated[0]
-
-
-def test_given_out_of_one_length(world: World) -> None:
-    strides = (4 * S_Q * 1024, 1024, 128, 1)
-    out = FakeArray((B, S_Q, H_Q, D_V), "bfloat16", strides, ptr=0x7000)
-    result, _ = rawmla.flash_attn_func(**fixed(), out=out)
-    assert result is out and world.mha[0].call.out_strides == strides[:-1]
+    batched = FakeArray((B, S_Q, H_Q, D_V), "bfloat16", (4 * S_Q * 1024, 1024, 128, 1), ptr=0x7000)
+    result, _ = rawmla.flash_attn_func(**fixed(), out=batched)
+    assert result is batched and world.mha[1].call.out_strides == (4 * S_Q * 1024, 1024, 128)
 
 
 # ---- packed arrays
@@ -711,20 +705,6 @@ def prepared(launches: list[Any]) -> list[int]:
     """Which of the launches were prepared, as the number of the first one with the same preparation."""
     made = [launch.prepared for launch in launches]
     return [made.index(one) for one in made]
-
-
-def moved(arguments: Arguments) -> Arguments:
-    """The same call of arrays elsewhere."""
-    return {
-        name: x.but(ptr=x.ptr + 0x100000) if isinstance(x, FakeArray) else x for name, x in arguments.items()
-    }
-
-
-def test_other_addresses(world: World) -> None:
-    first, _ = call(optional())
-    second, _ = call(moved(optional()))
-    assert prepared(world.mha) == [0, 0] and first is not second
-    assert world.mha[1].addresses.k == 0x102000 and world.mha[1].addresses.alibi_slopes == 0x106800
 
 
 @pytest.mark.parametrize(

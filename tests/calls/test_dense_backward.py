@@ -58,8 +58,8 @@ REFUSALS: list[Refusal] = [
     *forward.OF_OPTIONS,
     *[(name, ValueError, "[40, 8, 64] ... [40, 8, 128]", shapes(**{name: Q})) for name in ("dout", "out")],
     *[(name, ValueError, "[40, 8] ... [8, 40]", shapes(**{name: (8, 40)})) for name in ("lse", "dlse")],
-    ("lse", TypeError, "float32 ... got bfloat16", change("lse", dtype="bfloat16")),
-    ("dout", TypeError, "bfloat16 ... got float16", change("dout", dtype="float16")),
+    *[(name, TypeError, "got list", put(name, [1])) for name in RESULTS],
+    *[(name, TypeError, "bfloat16 ... got float16", change(name, dtype="float16")) for name in RESULTS],
     ("dq", ValueError, "[40, 8, 128]", shapes(dq=(39, H_Q, D_QK))),
     ("dk", ValueError, "[56, 2, 128]", shapes(dk=(TOTAL_K, H_Q, D_QK))),
     ("dv", ValueError, "[56, 2, 64]", shapes(dv=K)),
@@ -76,7 +76,6 @@ REFUSALS: list[Refusal] = [
     ("q", TypeError, "float32 is not supported yet", change("q", dtype="float32")),
     ("q", ValueError, "1 to 256 ... 257", shapes(q=(*Q[:2], 257), k=(*K[:2], 257))),
     ("v", ValueError, "1 to 256 ... 257", shapes(v=(*V[:2], 257))),
-    ("attn_sink", ValueError, "[8] ... [7]", shapes(attn_sink=(7,))),
 ]
 
 

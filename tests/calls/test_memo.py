@@ -25,7 +25,7 @@ from operations import Operation
 from operations.memory import strided
 from rawmla.call import memo
 
-MOVED = 0x1000000
+MOVED = 1 << 50  # past every address of the host
 
 
 def moved(value: Any) -> Any:
