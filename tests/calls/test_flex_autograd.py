@@ -155,15 +155,6 @@ def test_gradients_of_some(launches: Launches, needs: tuple[str, ...], form: str
     assert [getattr(backward.addresses, f"d{letter}") != 0 for letter in "qkv"] == [*backward.call.needs[:3]]
 
 
-def test_gradients_that_are_not_asked_for(launches: Launches) -> None:
-    """Though all leaves require grad, the kernel computes the one that `torch.autograd.grad` wants."""
-    leaves = leaves_of()
-    (dq,) = torch.autograd.grad(call(leaves).sum(), leaves["query"])
-    (backward,) = launches.backward
-    assert backward.call.needs == (True, False, False, False) and not backward.call.mods.captured
-    assert bool((dq == DQ).all())
-
-
 def test_captured_tensors_of_other_kinds(launches: Launches) -> None:
     """One without dimensions, one that the result does not depend on, one that the function detaches."""
     strength = torch.nn.Parameter(torch.tensor(0.8))
