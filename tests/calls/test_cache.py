@@ -79,6 +79,11 @@ def merge_arguments(parts: int = 3) -> Arguments:
 # ---- what is refused
 
 
+def int64(*names: str) -> list[Refusal]:
+    """The dtype that indices have by mistake."""
+    return [(name, TypeError, "int32, got int64", {"dtype": "int64"}) for name in names]
+
+
 def check_refused(world: World, make: Callable[[], Arguments], function: str, rows: list[Refusal]) -> None:
     """The rows, for one of the functions here."""
     check_all_refused(world, getattr(rawmla, function), make, rows)
@@ -143,6 +148,9 @@ def test_quantizing(world: World) -> None:
 
 def test_writing(world: World) -> None:
     rows: list[Refusal] = [
+        ("kv_c", TypeError, "bfloat16, got float32", {"dtype": "float32"}),
+        ("k_pe", TypeError, "bfloat16, got float32", {"dtype": "float32"}),
+        ("slot_mapping", TypeError, "int32 or int64, got int16", {"dtype": "int16"}),
         ("kv_c", ValueError, "[T, 512] for a cache of uint8 with last dimension 656", {"shape": (33, 448)}),
         *[
             (
@@ -162,6 +170,8 @@ def test_writing(world: World) -> None:
 
 def test_gathering(world: World) -> None:
     rows: list[Refusal] = [
+        *int64("block_table", "cache_seqlens", "workspace_starts", "seq_starts"),
+        ("out", TypeError, "bfloat16, got float16", {"dtype": "float16"}),
         ("block_table", ValueError, "both below 2**31", {"shape": (3, 2**31), "strides": (0, 1)}),
         ("cache_seqlens", ValueError, "[3]", {"shape": (4,)}),
         ("workspace_starts", ValueError, "[3]", {"shape": (4,)}),
@@ -181,6 +191,7 @@ def table_too_short(arguments: Arguments) -> None:
 
 def test_converting(world: World) -> None:
     rows: list[Refusal] = [
+        *int64("indices", "block_table", "request_ids", "out"),
         ("indices", ValueError, "[T, topk] or", {"shape": (100,)}),
         ("block_table", ValueError, "[at least 5, max_blocks]", table_too_short),
         ("page_block_size", ValueError, "at least 1, got 0", 0),
@@ -213,6 +224,7 @@ def test_merging(world: World) -> None:
         ("outs[2]", ValueError, "[2, 3, 8, 512]", part("outs", 2, shape=(2, 3, 9, 512))),
         ("outs[1]", ValueError, "multiples of 16 bytes", part("outs", 1, ptr=0x1008)),
         ("outs[1]", ValueError, "multiples of 16 bytes", part("outs", 1, strides=(12288, 4096, 516, 1))),
+        ("lses[1]", TypeError, "float32, got float16", part("lses", 1, dtype="float16")),
         ("lses[1]", ValueError, "[2, 8, 3] (b of outs", part("lses", 1, shape=(2, 3, 8))),
         ("out", TypeError, "the dtype of outs[0], got float32", {"dtype": "float32"}),
         ("out", ValueError, "[2, 3, 8, 512]", {"shape": (2, 3, 7, 512)}),

@@ -83,7 +83,13 @@ def test_signature() -> None:
 # ---- what is refused
 
 
+def int64(*names: str) -> list[Refusal]:
+    """The dtype that indices have by mistake."""
+    return [(name, TypeError, "int32 ... got int64", {"dtype": "int64"}) for name in names]
+
+
 PLAN_ROWS: list[Refusal] = [
+    *int64("tile_scheduler_metadata", "num_splits"),
     ("head_dim_v", ValueError, "512", 576),
     ("out", ValueError, "multiples of 8", out_array(strides=(16448, 8224, 514, 1))),
     ("out", ValueError, "positive", out_array(strides=(-16384, 8192, 512, 1))),
@@ -145,6 +151,8 @@ def requests(b: int, *changes: Callable[[Arguments], None]) -> Callable[[Argumen
 
 
 DENSE_ROWS: list[Refusal] = [
+    *int64("block_table", "cache_seqlens"),
+    ("k_cache", TypeError, "bfloat16, the dtype of q ... got uint8", {"dtype": "uint8"}),
     ("q", ValueError, "h_q 15 and h_kv 2", {"shape": (B, S_Q, 15, D_QK)}),
     ("q", ValueError, "h_q 0 and h_kv 2", {"shape": (B, S_Q, 0, D_QK)}),
     ("q", ValueError, "h_q 16 and h_kv 0", change("k_cache", shape=(NUM_BLOCKS, PAGE, 0, D_QK))),
@@ -264,6 +272,8 @@ def index_rows(name: str, width: int, text: str) -> list[Refusal]:
 
 
 SPARSE_ROWS: list[Refusal] = [
+    *int64(*INDICES, "topk_length", "extra_topk_length"),
+    ("attn_sink", TypeError, "float32 ... got bfloat16", {"dtype": "bfloat16"}),
     ("q", ValueError, "576 or 512", {"shape": (B, S_Q, H_Q, 128)}),
     ("q", ValueError, "at least 1 head", {"shape": (B, S_Q, 0, 576)}),
     *cache_rows("k_cache", NUM_BLOCKS, PAGE),
@@ -485,28 +495,75 @@ def single_head(stride: int) -> Callable[[Arguments], None]:
     return change("k_cache", shape=(NUM_BLOCKS, PAGE, 1, D_QK), strides=(PAGE * 576, 576, stride, 1))
 
 
-@pytest.mark.parametrize(
-    ("apply", "field", "value"),
+def sparse_page(layout: str, page: int) -> tuple[Callable[[Arguments], None], str, Any]:
+    """A cache of pages of another size, and what the launch gets."""
+    shape, stride = (NUM_BLOCKS, page, 1, SPARSE_COLUMNS[layout]), CACHE[layout].block_stride // PAGE
+    want = CACHE[layout]._replace(page_block_size=page, block_stride=page * stride)
+    return of_layout(layout, change("k_cache", shape=shape)), "cache", want
+
+
+Q_WALKED = ("q_strides", (8, 640 * B, 640 * B * S_Q))
+DENSE_FIELDS: list[tuple[Callable[[Arguments], None], str, Any]] = [
+    (change("q", strides=(8, 640 * B, 640 * B * S_Q, 1)), *Q_WALKED),
+    (change("q", shape=(B, 1, H_Q, D_QK), strides=(9216, 3, D_QK, 1)), "q_strides", (9216, 9216, D_QK)),
+    (single_head(0), "k_strides", (PAGE * 576, 576, 576)),  # as CuPy has it
+    (single_head(5), "k_strides", (PAGE * 576, 576, 576)),
+    (change("k_cache", strides=(10**6, *K_STRIDES[1:])), "k_strides", (10**6, *K_STRIDES[1:3])),
+    (change("block_table", strides=(100, 1)), "block_table_stride", 100),
+    (change("block_table", shape=(B, 0), strides=(1, 1), ptr=0), "max_seqlen", 0),
+    (change("block_table", shape=(B, 1)), "scratch_bytes", 0),  # nothing can be split
+    (change("num_splits", shape=(100,)), "num_splits", 0x6000),
+    *[
+        (change("k_cache", shape=(NUM_BLOCKS, page, H_KV, D_QK)), "page_block_size", page)
+        for page in (16, 32, 128, 192, 1024)
+    ],
+]
+V32, ROWS = CACHE["v32"], CACHE["bf16 576"]
+SPARSE_FIELDS: list[tuple[Callable[[Arguments], None], str, Any]] = [
+    (change("q", strides=(8, 640 * B, 640 * B * S_Q, 1)), *Q_WALKED),
+    *[
+        (both(change("q", shape=(B, S_Q, h_q, 576)), change("attn_sink", shape=(h_q,))), "h_q", h_q)
+        for h_q in (1, 63, 65, 200)
+    ],
+    *[sparse_page(layout, page) for layout in CACHE for page in (1, 2, 53, 576)],
+    *[
+        (of_layout("model1", change("k_cache", dtype=dtype)), "format", "model1")
+        for dtype in ("uint8", "int8", "float8_e4m3fn")
+    ],
     (
-        (change("q", strides=(8, 640 * B, 640 * B * S_Q, 1)), "q_strides", (8, 640 * B, 640 * B * S_Q)),
-        (change("q", shape=(B, 1, H_Q, D_QK), strides=(9216, 3, D_QK, 1)), "q_strides", (9216, 9216, D_QK)),
-        (single_head(0), "k_strides", (PAGE * 576, 576, 576)),
-        (single_head(5), "k_strides", (PAGE * 576, 576, 576)),
-        (change("k_cache", strides=(10**6, *K_STRIDES[1:])), "k_strides", (10**6, *K_STRIDES[1:3])),
-        (change("block_table", strides=(100, 1)), "block_table_stride", 100),
-        (change("block_table", shape=(B, 0), strides=(1, 1), ptr=0), "max_seqlen", 0),
-        (change("block_table", shape=(B, 1)), "scratch_bytes", 0),  # nothing can be split
-        (change("num_splits", shape=(100,)), "num_splits", 0x6000),
-        *[
-            (change("k_cache", shape=(NUM_BLOCKS, page, H_KV, D_QK)), "page_block_size", page)
-            for page in (16, 32, 128, 192, 1024)
-        ],
+        of_layout("bf16 576", change("k_cache", strides=(64_000, 640, 8, 1))),
+        "cache",
+        ROWS._replace(block_stride=128_000, token_stride=1280),
     ),
+    *[
+        (
+            change("indices", strides=(*strides, 1)),
+            "cache",
+            V32._replace(index_stride_b=strides[0], index_stride_s=strides[1]),
+        )
+        for strides in ((5000, 2000), (0, TOPK), (TOPK, 0))
+    ],
+    (change("k_cache", ptr=0x2008), "load_bytes", 8),
+    (change("k_cache", strides=(PAGE * 656 + 8, 656, 656, 1)), "load_bytes", 8),
+    (change("k_cache", strides=(PAGE * 656 + 16, 656, 656, 1)), "load_bytes", 16),
+    (change("extra_k_cache", ptr=0xB008), "load_bytes", 8),
+    (of_layout("model1", change("k_cache", ptr=0x2008)), "load_bytes", 8),
+    (of_layout("model1", change("extra_k_cache", strides=(576 * 64, 584, 584, 1))), "load_bytes", 16),
+]
+
+
+@pytest.mark.parametrize(
+    ("make", "apply", "field", "value"),
+    [
+        *[(dense_arguments, *row) for row in DENSE_FIELDS],
+        *[(full_sparse, *row) for row in SPARSE_FIELDS],
+    ],
 )
-def test_shapes_and_strides_of_dense_calls(
-    world: World, apply: Callable[[Arguments], None], field: str, value: Any
+def test_shapes_and_strides(
+    world: World, make: Make, apply: Callable[[Arguments], None], field: str, value: Any
 ) -> None:
-    arguments = dense_arguments()
+    """Dimensions of one element are never stepped over: their strides are free."""
+    arguments = make()
     apply(arguments)
     decode(**arguments)
     assert getattr(launch_of(world), field) == value and not world.framework.copied
@@ -562,71 +619,6 @@ def test_out_with_dimensions_of_size_one(world: World) -> None:
 def test_table_and_lengths_are_not_read_with_indices(world: World) -> None:
     decode(**sparse_arguments() | {"block_table": object(), "cache_seqlens": object()})
     assert len(world.sparse) == 1 and not {"block_table", "cache_seqlens"} & set(world.reads)
-
-
-@pytest.mark.parametrize("dtype", ("uint8", "int8", "float8_e4m3fn"))
-def test_dtypes_of_bytes(world: World, dtype: str) -> None:
-    arguments = sparse_arguments("model1")
-    change("k_cache", dtype=dtype)(arguments)
-    decode(**arguments)
-    assert launch_of(world).format == "model1"
-
-
-@pytest.mark.parametrize(
-    ("layout", "name", "changes", "load_bytes"),
-    (
-        ("v32", "k_cache", {"ptr": 0x2008}, 8),
-        ("v32", "k_cache", {"strides": (PAGE * 656 + 8, 656, 656, 1)}, 8),
-        ("v32", "k_cache", {"strides": (PAGE * 656 + 16, 656, 656, 1)}, 16),
-        ("v32", "extra_k_cache", {"ptr": 0xB008}, 8),
-        ("model1", "k_cache", {"ptr": 0x2008}, 8),
-        ("model1", "extra_k_cache", {"strides": (576 * 64, 584, 584, 1)}, 16),
-    ),
-)
-def test_alignment_of_rows(world: World, layout: str, name: str, changes: Arguments, load_bytes: int) -> None:
-    arguments = sparse_arguments(layout, extra=True)
-    change(name, **changes)(arguments)
-    decode(**arguments)
-    assert launch_of(world).load_bytes == load_bytes
-
-
-@pytest.mark.parametrize("page", (1, 2, 53, 64, 576))
-@pytest.mark.parametrize("layout", CACHE)
-def test_page_sizes_of_sparse_calls(world: World, layout: str, page: int) -> None:
-    arguments = sparse_arguments(layout)
-    change("k_cache", shape=(NUM_BLOCKS, page, 1, SPARSE_COLUMNS[layout]))(arguments)
-    decode(**arguments)
-    block_stride = page * CACHE[layout].block_stride // PAGE
-    assert launch_of(world).cache == CACHE[layout]._replace(page_block_size=page, block_stride=block_stride)
-
-
-@pytest.mark.parametrize(
-    ("apply", "fields", "value"),
-    (
-        (of_layout("bf16 576", change("k_cache", strides=(64_000, 640, 8, 1))), (2, 3), (128_000, 1280)),
-        (change("indices", strides=(5000, 2000, 1)), (5, 6), (5000, 2000)),
-        (change("indices", strides=(0, TOPK, 1)), (5, 6), (0, TOPK)),
-        (change("indices", strides=(TOPK, 0, 1)), (5, 6), (TOPK, 0)),
-    ),
-)
-def test_strides_of_sparse_calls(
-    world: World, apply: Callable[[Arguments], None], fields: tuple[int, int], value: tuple[int, int]
-) -> None:
-    """The strides of blocks and tokens in bytes, and those of indices."""
-    arguments = full_sparse()
-    apply(arguments)
-    decode(**arguments)
-    cache = launch_of(world).cache
-    assert tuple(cache[field] for field in fields) == value
-
-
-@pytest.mark.parametrize("h_q", (1, 63, 65, 200))
-def test_any_number_of_heads(world: World, h_q: int) -> None:
-    arguments = full_sparse()
-    change("q", shape=(B, S_Q, h_q, 576))(arguments)
-    change("attn_sink", shape=(h_q,))(arguments)
-    decode(**arguments)
-    assert launch_of(world).h_q == h_q
 
 
 @pytest.mark.parametrize(

@@ -53,6 +53,9 @@ def out_array(**changes: Any) -> FakeArray:
 
 
 ROWS: list[Refusal] = [
+    ("indices", TypeError, "int32 ... got int64", {"dtype": "int64"}),
+    ("topk_length", TypeError, "int32 ... got int64", {"dtype": "int64"}),
+    ("attn_sink", TypeError, "float32 ... got bfloat16", {"dtype": "bfloat16"}),
     ("q", ValueError, "576 or 512", {"shape": (S_Q, H_Q, 128)}),
     ("q", ValueError, "at least 1 head", {"shape": (S_Q, 0, 576)}),
     ("kv", TypeError, "bfloat16 with is_fp8_kvcache=False", {"dtype": "float16"}),
