@@ -392,7 +392,7 @@ def pi_of(module: Any) -> Any:
 
 
 def imports(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
-    import decode_fakes
+    import calls.fakes as decode_fakes
 
     return s * len(decode_fakes.__name__)
 

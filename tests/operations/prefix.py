@@ -252,7 +252,7 @@ def prefix_operation(
         bad={
             "scale 0": (ValueError, "sm_scale", put("sm_scale", 0.0)),
             "another cache": (ValueError, "kv_cache_dtype", put("kv_cache_dtype", "fp4")),
-            "one length too few": (ValueError, "b_seq_len", replaced("b_seq_len", lambda x: x[:-1])),
+            "one length too few": (ValueError, "b_start_loc", replaced("b_seq_len", lambda x: x[:-1])),
         },
         changes=prefix_changes,
         writes=True,
