@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from caches import COLUMNS, LAYOUTS, values
 from gpu_support import forced_clusters, united_selections
 from test_prefill_sanitizer import CASES as PREFILL_CASES
 from test_prefill_sanitizer import ROWS
@@ -14,6 +13,7 @@ from test_sparse_sanitizer import CASES as SPARSE_CASES
 
 import rawmla
 from kit import DenseCase, SparseCase, check_close, out_tolerance
+from operations.caches import COLUMNS, LAYOUTS, values
 from rawmla import reference
 
 if TYPE_CHECKING:

@@ -10,10 +10,10 @@ import pytest
 import test_plans
 from decode_fakes import SM_COUNT, FakeArray, FakeFramework, contiguous
 from gpu_support import forced_clusters
-from operations import OPERATIONS
 
 import rawmla
 from kit import SparseCase
+from operations import OPERATIONS
 from rawmla import jit
 from rawmla.call import arrays, frameworks
 from rawmla.kernels import mla_metadata

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
-import caches
 import flex_backward_calls
 import flex_calls
 import gpu_support
@@ -42,6 +41,7 @@ from kit.flex import FlexCase, check_flex, make_flex_inputs
 from kit.flex_backward import make_flex_backward_inputs
 from kit.mha import MhaCase, MhaInputs, check_mha, covered_rows, make_mha_inputs
 from kit.prefix import PrefixCase, make_prefix_inputs
+from operations import caches
 from rawmla import reference
 
 from .device import Emulator

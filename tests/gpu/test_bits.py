@@ -6,6 +6,7 @@ import random
 from typing import Any
 
 import pytest
+
 from operations import Operation, assert_results, for_each, is_planned
 
 RERUNS = 20

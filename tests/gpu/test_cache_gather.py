@@ -5,20 +5,20 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import pytest
-from caches import (
+from gpu_support import torch
+
+import rawmla
+from kit.generators import GARBAGE_PAGE
+from operations.caches import (
     COLUMNS,
     KINDS,
     PAGES,
     PaddedCache,
     filled,
     same_values,
-    to_gpu,
+    to_device,
     values,
 )
-from gpu_support import torch
-
-import rawmla
-from kit.generators import GARBAGE_PAGE
 from rawmla import reference
 
 
@@ -51,7 +51,7 @@ class TestGathering:
         )
 
         cache = PaddedCache(kind, num_blocks, page)
-        cache.view.copy_(to_gpu(host))
+        cache.view.copy_(to_device(host))
         room = torch.full((len(want), COLUMNS[kind] + 24), -7.0, dtype=torch.bfloat16, device="cuda")
         rawmla.gather_kv_cache(
             cache.view,
@@ -82,7 +82,9 @@ class TestGathering:
         reference.gather_kv_cache(host, table, lengths, want, workspace_starts=places)
         out = torch.full(want.shape, -7.0, dtype=torch.bfloat16, device="cuda")
         arrays = [torch.from_numpy(x).cuda() for x in (table, lengths)]
-        rawmla.gather_kv_cache(to_gpu(host), *arrays, out, workspace_starts=torch.from_numpy(places).cuda())
+        rawmla.gather_kv_cache(
+            to_device(host), *arrays, out, workspace_starts=torch.from_numpy(places).cuda()
+        )
         same_values(out, want)
 
     @pytest.mark.parametrize("others", (0, 100))
@@ -116,6 +118,6 @@ class TestGathering:
             for own, before in ((pages, no_pages), (length, none), (place, none), (start, none))
         )
         rawmla.gather_kv_cache(
-            to_gpu(host), table, lengths, room[10:-10], workspace_starts=places, seq_starts=starts
+            to_device(host), table, lengths, room[10:-10], workspace_starts=places, seq_starts=starts
         )
         same_values(room, want)

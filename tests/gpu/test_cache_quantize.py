@@ -5,18 +5,18 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import pytest
-from caches import (
+from gpu_support import cupy, torch
+
+import rawmla
+from operations.caches import (
     COLUMNS,
     LAYOUTS,
     PAGES,
     PaddedCache,
-    to_gpu,
+    to_device,
     to_host,
     values,
 )
-from gpu_support import cupy, torch
-
-import rawmla
 from rawmla import reference
 
 
@@ -26,7 +26,7 @@ class TestQuantising:
     @pytest.mark.parametrize("num_blocks", (1, 7, 40))
     def test_bits(self, layout: str, page: int, num_blocks: int) -> None:
         k_cache = values((num_blocks, page, 1, COLUMNS[layout]), seed=page)
-        cache = rawmla.quantize_k_cache(to_gpu(k_cache), layout)
+        cache = rawmla.quantize_k_cache(to_device(k_cache), layout)
         back = rawmla.dequantize_k_cache(cache, layout)
         want = reference.quantize_k_cache(k_cache, layout)
         np.testing.assert_array_equal(to_host(cache), want)
@@ -54,7 +54,7 @@ class TestQuantising:
         bits = near | (draw.integers(0, 2, bits.shape, dtype=np.uint16) << 15)
         bits[:, 0, 0, :: reference.LAYOUTS[layout].tile] = amax[:, None]
         k_cache = bits.view(ml_dtypes.bfloat16)
-        cache = rawmla.quantize_k_cache(to_gpu(k_cache), layout)
+        cache = rawmla.quantize_k_cache(to_device(k_cache), layout)
         np.testing.assert_array_equal(to_host(cache), reference.quantize_k_cache(k_cache, layout))
 
     @pytest.mark.parametrize("layout", LAYOUTS)
@@ -62,7 +62,7 @@ class TestQuantising:
         k_cache = values((3, 5, 1, COLUMNS[layout]))
         k_cache[0, 0, 0, 5], k_cache[1, 2, 0, 300], k_cache[2, 4, 0, 130] = np.nan, np.inf, -np.inf
         k_cache[1, 1, 0, :128], k_cache[1, 3, 0, -3:] = np.nan, np.nan
-        cache = to_host(rawmla.quantize_k_cache(to_gpu(k_cache), layout))
+        cache = to_host(rawmla.quantize_k_cache(to_device(k_cache), layout))
         want = reference.quantize_k_cache(k_cache, layout)
         np.testing.assert_array_equal(cache, want)
         got, wanted = (reference.dequantize_k_cache(x, layout) for x in (cache, want))
@@ -76,7 +76,7 @@ class TestQuantising:
         k_cache = values((6, page, 1, columns))
         buffer = torch.full((6, page + 2, columns + 16), float("nan"), dtype=torch.bfloat16, device="cuda")
         source = buffer[:, 1 : page + 1, None, shift : shift + columns]
-        source.copy_(to_gpu(k_cache))
+        source.copy_(to_device(k_cache))
         target = PaddedCache(layout, 6, page)
         assert rawmla.quantize_k_cache(source, layout, out=target.view) is target.view
         target.check(reference.quantize_k_cache(k_cache, layout))
@@ -85,7 +85,7 @@ class TestQuantising:
     def test_other_byte_types(self, dtype: str) -> None:
         k_cache = values((2, 64, 1, 576))
         given = torch.zeros(2, 64, 1, 656, dtype=torch.uint8, device="cuda").view(getattr(torch, dtype))
-        rawmla.quantize_k_cache(to_gpu(k_cache), "v32", out=given)
+        rawmla.quantize_k_cache(to_device(k_cache), "v32", out=given)
         want = reference.quantize_k_cache(k_cache, "v32")
         np.testing.assert_array_equal(to_host(given).view(np.uint8), want)
         back = rawmla.dequantize_k_cache(given, "v32")
@@ -95,7 +95,7 @@ class TestQuantising:
         """An unpadded MODEL1 cache of an odd page."""
         k_cache = values((5, 53, 1, 512))
         cache = torch.zeros(5, 53, 1, 584, dtype=torch.uint8, device="cuda")
-        rawmla.quantize_k_cache(to_gpu(k_cache), "model1", out=cache)
+        rawmla.quantize_k_cache(to_device(k_cache), "model1", out=cache)
         want = reference.quantize_k_cache(k_cache, "model1")
         np.testing.assert_array_equal(to_host(cache), want)
         back = rawmla.dequantize_k_cache(cache, "model1")

@@ -2,7 +2,10 @@
 
 import numpy as np
 import pytest
-from caches import (
+from gpu_support import torch
+
+import rawmla
+from operations.caches import (
     COLUMNS,
     KINDS,
     LAYOUTS,
@@ -10,14 +13,11 @@ from caches import (
     filled,
     host_cache,
     same_values,
-    to_gpu,
+    to_device,
     to_host,
     values,
 )
-from gpu_support import torch
-from operations import check_merged, make_parts
-
-import rawmla
+from operations.merge import check_merged, make_parts
 from rawmla import reference
 
 pytestmark = pytest.mark.sanitizer
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.sanitizer
 @pytest.mark.parametrize(("num_blocks", "page"), ((1, 1), (3, 5), (2, 64)))
 def test_quantize(layout: str, num_blocks: int, page: int) -> None:
     k_cache = values((num_blocks, page, 1, COLUMNS[layout]))
-    cache = rawmla.quantize_k_cache(to_gpu(k_cache), layout)
+    cache = rawmla.quantize_k_cache(to_device(k_cache), layout)
     want = reference.quantize_k_cache(k_cache, layout)
     np.testing.assert_array_equal(to_host(cache), want)
     rawmla.dequantize_k_cache(cache, layout)
@@ -42,7 +42,7 @@ def test_write_and_gather(kind: str, slot_dtype: type) -> None:
     want = host_cache(kind, 3, 5)
     reference.write_kv_cache(rows[:, :-64], rows[:, -64:], want, slots)
     cache = PaddedCache(kind, 3, 5)
-    given = to_gpu(np.ascontiguousarray(rows))
+    given = to_device(np.ascontiguousarray(rows))
     rawmla.write_kv_cache(given[:, :-64], given[:, -64:], cache.view, torch.from_numpy(slots).cuda())
     cache.check(want)
 
@@ -53,7 +53,7 @@ def test_write_and_gather(kind: str, slot_dtype: type) -> None:
     reference.gather_kv_cache(host, table, lengths, rows_wanted, workspace_starts=places)
     out = torch.full(rows_wanted.shape, -7.0, dtype=torch.bfloat16, device="cuda")
     arrays = [torch.from_numpy(x).cuda() for x in (table, lengths, places)]
-    rawmla.gather_kv_cache(to_gpu(host), arrays[0], arrays[1], out, workspace_starts=arrays[2])
+    rawmla.gather_kv_cache(to_device(host), arrays[0], arrays[1], out, workspace_starts=arrays[2])
     same_values(out, rows_wanted)
 
 
@@ -62,7 +62,7 @@ def test_write_and_gather(kind: str, slot_dtype: type) -> None:
 def test_convert(topk: int, compact: bool) -> None:
     positions = np.random.default_rng(topk).integers(-9, 700, (3, topk)).astype(np.int32)
     table = np.random.default_rng(0).integers(-1, 50, (3, 10)).astype(np.int32)
-    got = rawmla.convert_indices(to_gpu(positions), to_gpu(table), 64, compact=compact)
+    got = rawmla.convert_indices(to_device(positions), to_device(table), 64, compact=compact)
     want = reference.convert_indices(positions, table, 64, compact=compact)
     for one, wanted in zip(got if compact else (got,), want if compact else (want,), strict=True):
         np.testing.assert_array_equal(to_host(one), wanted)

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from caches import (
+from gpu_support import torch
+
+import rawmla
+from operations.caches import (
     COLUMNS,
     KINDS,
     LAYOUTS,
     PaddedCache,
     host_cache,
     same_values,
-    to_gpu,
+    to_device,
     to_host,
     values,
 )
-from gpu_support import torch
-
-import rawmla
 from rawmla import reference
 
 
@@ -35,7 +35,7 @@ class TestWriting:
         slots[6::17] = np.iinfo(slot_dtype).max
         want = host_cache(kind, num_blocks, page)
         reference.write_kv_cache(rows[:, :-64], rows[:, -64:], want, slots)
-        source = to_gpu(rows)
+        source = to_device(rows)
         # Views of one buffer: contiguous, of aligned rows, of rows that are not.
         for columns, shift in ((0, 0), (16, 8), (5, 3)):
             buffer = torch.full(
@@ -49,14 +49,14 @@ class TestWriting:
 
     def test_equals_quantize(self, kind: str) -> None:
         k_cache = values((20, 64, 1, COLUMNS[kind]))
-        rows = to_gpu(k_cache.reshape(-1, COLUMNS[kind]))
+        rows = to_device(k_cache.reshape(-1, COLUMNS[kind]))
         order = torch.randperm(20 * 64, device="cuda")
         cache = PaddedCache(kind, 20, 64)
         rawmla.write_kv_cache(rows[order, :-64], rows[order, -64:], cache.view, order)
         if kind in LAYOUTS:
-            assert torch.equal(cache.view, rawmla.quantize_k_cache(to_gpu(k_cache), kind))
+            assert torch.equal(cache.view, rawmla.quantize_k_cache(to_device(k_cache), kind))
         else:
-            assert torch.equal(cache.view.view(torch.int16), to_gpu(k_cache).view(torch.int16))
+            assert torch.equal(cache.view.view(torch.int16), to_device(k_cache).view(torch.int16))
 
     def test_far_block(self, kind: str) -> None:
         """Block 2066 at a stride of 1,039,680 bytes begins past 2**31."""
@@ -66,7 +66,7 @@ class TestWriting:
         blocks = room if kind in LAYOUTS else room.view(torch.bfloat16)
         cache = blocks[:, : page * shape[2]].unflatten(1, shape)
         rows = values((3, COLUMNS[kind]))
-        given = to_gpu(rows)
+        given = to_device(rows)
         slots = torch.tensor([2066 * page + 5, 2069 * page + 63, 7], device="cuda")
         rawmla.write_kv_cache(given[:, :-64], given[:, -64:], cache, slots)
         want = host_cache(kind, 3, page)
@@ -109,7 +109,7 @@ class TestWriting:
         for seed, length in enumerate((0, 100, num_blocks * page)):
             numbers = values((tokens, COLUMNS[kind]), seed=seed)
             places = np.random.default_rng(seed).permutation(num_blocks * page)[:tokens]
-            rows.copy_(to_gpu(numbers))
+            rows.copy_(to_device(numbers))
             slots.copy_(torch.from_numpy(places))
             lengths.fill_(length)
             out.fill_(-7)

@@ -8,17 +8,9 @@ from typing import Any
 
 import pytest
 from gpu_support import POISON_BYTE, bits, replaced_launches, torch
-from operations import (
-    OPERATIONS,
-    Operation,
-    all_canaries,
-    assert_results,
-    between_canaries,
-    fill_with_canaries,
-    for_each,
-    map_arrays,
-    strided,
-)
+
+from operations import OPERATIONS, Call, Operation, assert_results, for_each
+from operations.memory import all_canaries, between_canaries, fill_with_canaries, strided
 
 # ---- strides
 
@@ -51,54 +43,62 @@ def test_strides(operation: Operation, case: Any, name: str, kind: str) -> None:
     for number, way in enumerate(ways):
         got = call.run(**{name: way})
         assert_results(f"{name}, {kind}, number {number}", call, got, want)
-        assert call.written or got[0].is_contiguous() == want[0].is_contiguous()
+        if not operation.writes and name != operation.ordered_like:
+            assert got[0].is_contiguous() == want[0].is_contiguous()
 
 
 # ---- results
 
 
+def poison_or_fresh(call: Call, given: Any) -> None:
+    """Make a given output what a call may begin with."""
+    if call.fresh is None:
+        given.view(torch.uint8).fill_(POISON_BYTE)
+    else:
+        given.copy_(call.fresh())
+
+
 @for_each("cases", only=lambda operation: operation.out)
-def test_out_between_canaries(operation: Operation, case: Any) -> None:
-    """`out` is a slice of a larger buffer: written whole, and nothing around it."""
+def test_outputs_between_canaries(operation: Operation, case: Any) -> None:
+    """Outputs are slices of larger buffers: written whole, and nothing around them."""
     call = operation.make(case)
     want = call.run()
     call.check(want)
     assert operation.out is not None
-    buffer, given = between_canaries(want[0], operation.out(want[0]))
-    for form in ("object", "tensors") if call.plan is not None else ("object",):
-        if call.written is None:
-            given.view(torch.uint8).fill_(POISON_BYTE)
-        got = call.run(form, out=given)
-        assert got[0] is given
+    pairs = [between_canaries(x, operation.out(x)) for _, x in zip(operation.outputs, want, strict=False)]
+    outputs = dict(zip(operation.outputs, (given for _, given in pairs), strict=True))
+    for form in call.forms():
+        for given in outputs.values():
+            poison_or_fresh(call, given)
+        got = call.run(form, **outputs)
+        assert all(one is given for one, given in zip(got, outputs.values(), strict=False))
         call.check(got)
         if form == "object":
             assert_results("given and fresh", call, got, want)
-    fill_with_canaries(given)
-    assert all_canaries(buffer), "the call wrote outside `out`"
+    for buffer, given in pairs:
+        fill_with_canaries(given)
+        assert all_canaries(buffer), "the call wrote outside an output"
 
 
 @for_each("cases")
 def test_results_are_written_whole(operation: Operation, case: Any) -> None:
     """Fresh memory is poison here (test_poison.py), so what is right was written by this call."""
     call = operation.make(case)
-    for form in ("object", "tensors") if call.plan is not None else ("object",):
+    for form in call.forms():
         call.check(call.run(form))
 
 
 @for_each("cases")
 def test_inputs_are_left_alone(operation: Operation, case: Any) -> None:
     call = operation.make(case)
-    before = map_arrays(call.arrays(), lambda x: x.clone())
-    arguments = {}
+    plan: dict[str, Any] = {}
     if call.plan is not None:
-        metadata, num_splits = call.make_plan("tensors")
-        arguments = {"tile_scheduler_metadata": metadata, "num_splits": num_splits}
-    kept = map_arrays(arguments, lambda x: x.clone())
-    call.run(**arguments)
-    for name, now in {**call.arrays(), **arguments}.items():
-        then = {**before, **kept}[name]
-        for one, other in zip(*((x if isinstance(x, list) else [x]) for x in (now, then)), strict=True):
-            assert torch.equal(bits(one), bits(other)), name
+        plan["tile_scheduler_metadata"], plan["num_splits"] = call.make_plan("tensors")
+    arrays = [*call.all_arrays(), *plan.values()]
+    before = [x.clone() for x in arrays]
+    call.run(**plan)
+    for number, (one, other) in enumerate(zip(arrays, before, strict=True)):
+        assert torch.equal(bits(one), bits(other)), f"array {number} of the call was changed"
 
 
 EMPTY = [
@@ -139,5 +139,6 @@ def test_nothing_to_compute(operation: Operation, case: Any, name: str) -> None:
         assert one.dtype == other.dtype, text
         assert one.numel() == 0 or bool((one == 0).all()), text  # counts of rows without columns
     if operation.out is not None:
-        given = torch.empty_like(got[0])
-        assert call.run(**changes, out=given)[0] is given
+        outputs = {x: torch.empty_like(one) for x, one in zip(operation.outputs, got, strict=False)}
+        again = call.run(**changes, **outputs)
+        assert all(one is given for one, given in zip(again, outputs.values(), strict=False))

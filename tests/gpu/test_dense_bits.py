@@ -2,10 +2,10 @@
 
 import pytest
 from gpu_support import assert_same_bits, decode, torch
-from operations import DENSE_INVARIANT_CASES
 
 from kit import DenseCase, make_dense_inputs
 from kit.generators import GARBAGE_PAGE
+from operations.mla_decode import DENSE_INVARIANT_CASES
 
 
 @pytest.mark.parametrize("case", DENSE_INVARIANT_CASES[-2:], ids=lambda case: case.id)

@@ -8,17 +8,9 @@ from typing import Any
 
 import pytest
 from gpu_support import assert_same_bits, cupy, torch
-from operations import (
-    OPERATIONS,
-    Call,
-    Operation,
-    all_canaries,
-    assert_results,
-    between_canaries,
-    fill_with_canaries,
-    for_each,
-    for_first,
-)
+
+from operations import OPERATIONS, Call, Operation, assert_results, for_each, for_first
+from operations.memory import all_canaries, between_canaries, fill_with_canaries
 
 DELAY_CYCLES = 100_000_000  # about 50 ms: a call on the wrong stream has long finished by then
 

@@ -6,19 +6,10 @@ from typing import Any
 
 import pytest
 from gpu_support import POISON_BYTE, assert_poison, no_kernel_loaded, torch
-from operations import (
-    OPERATIONS,
-    Operation,
-    all_canaries,
-    assert_results,
-    between_canaries,
-    fill_with_canaries,
-    for_each,
-    for_first,
-    is_planned,
-)
 
 import rawmla
+from operations import OPERATIONS, Operation, assert_results, for_each, for_first, is_planned
+from operations.memory import all_canaries, between_canaries, fill_with_canaries
 
 PLANS = ("object", "object, invariant", "tensors, inside", "tensors, outside")
 

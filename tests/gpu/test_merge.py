@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 from gpu_support import torch
-from operations import check_merged, make_parts
 
 import rawmla
+from operations.merge import check_merged, make_parts
 
 DTYPES = ("bfloat16", "float16", "float32")
 SHAPES = ((2, 3, 5, 512), (1, 1, 128, 512), (7, 2, 512), (300, 16, 512))

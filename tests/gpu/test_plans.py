@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 from gpu_support import assert_same_bits, torch
-from operations import DENSE, Call, Operation, for_clusters, for_each, is_planned, sparse_operation
 
 import rawmla
 from kit import DenseCase, SparseCase
 from kit.plans import IDLE_FORMS, LAYOUTS, write_plan
+from operations import Call, Operation, for_each, is_planned
+from operations.mla_decode import DENSE
+from operations.mla_sparse import for_clusters, sparse_operation
 
 LENGTHS = (700, 0, 64, 65, 3000, 1, 0, 1999, 0)
 SPARSE_LENGTHS = (700, 0, 64, 65, 2100, 1, 0, 1999, 0)

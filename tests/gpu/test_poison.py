@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 from gpu_support import assert_poison, assert_same_bits, cupy, poison, replaced_launches, torch
-from operations import Call, Operation, for_first
 
+from operations import Call, Operation, for_first
 from rawmla.call.arrays import inspect
 from rawmla.call.frameworks import NewArray
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 from gpu_support import assert_same_bits, prefill, prefill_check, torch
-from operations import PREFILL_KINDS
 
 import rawmla
 from kit import SparseCase, SparseInputs, make_sparse_inputs
+from operations.mla_prefill import PREFILL_KINDS
 
 NAMES = ("out", "max_logits", "lse")
 HEADS = (8, 16, 32, 64, 128)

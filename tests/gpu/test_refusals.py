@@ -9,19 +9,10 @@ from typing import Any
 
 import pytest
 from gpu_support import replaced_launches, torch
-from operations import (
-    OPERATIONS,
-    Arguments,
-    Call,
-    Operation,
-    all_canaries,
-    assert_results,
-    fill_with_canaries,
-    for_each,
-    for_first,
-)
 
 import rawmla
+from operations import OPERATIONS, Arguments, Call, Operation, assert_results, for_each, for_first
+from operations.memory import all_canaries, fill_with_canaries
 
 
 def change_one(value: Any, change: Callable[[Any], Any]) -> Any:
@@ -77,17 +68,21 @@ def _without_collection() -> Iterator[None]:
 
 
 def assert_refused(
-    call: Call, changes: Callable[[Arguments], Arguments], kind: type[Exception], text: str
+    operation: Operation,
+    call: Call,
+    changes: Callable[[Arguments], Arguments],
+    kind: type[Exception],
+    text: str,
 ) -> None:
     """The call raises before it allocates or launches anything, and leaves what it would write alone."""
     want = call.run()
     good = all_arguments(call)
-    canaries = None
-    if call.written is not None:
-        canaries = good[call.written]
-    elif call.results[0] == "out":
-        canaries = good["out"] = torch.empty_like(want[0])
-    if canaries is not None:
+    outputs = call.target() or {
+        name: torch.empty_like(x)
+        for name, x in zip(operation.outputs if operation.out else (), want, strict=False)
+    }
+    good |= outputs
+    for canaries in outputs.values():
         fill_with_canaries(canaries)
     bad = {**good, **changes(good)}
     with _without_collection():
@@ -99,7 +94,7 @@ def assert_refused(
     with replaced_launches(lambda: launched.append(None)), pytest.raises(kind, match=text):
         getattr(rawmla, call.function)(**bad)
     assert not launched, "a refused call launched a kernel"
-    assert canaries is None or all_canaries(canaries)
+    assert all(all_canaries(canaries) for canaries in outputs.values())
     assert_results("the next call", call, call.run(), want)
 
 
@@ -127,7 +122,7 @@ def test_wrong_array(operation: Operation, case: Any, name: str, wrong: str) -> 
 
     listed = isinstance(call.arguments.get(name), list)
     text = rf"^{name}\[{len(call.arguments[name]) - 1}\]: " if listed else rf"^{name}: "
-    assert_refused(call, changes, kind, text)
+    assert_refused(operation, call, changes, kind, text)
 
 
 BAD = [(operation, operation.cases[0], bad) for operation in OPERATIONS for bad in operation.bad]
@@ -138,20 +133,20 @@ BAD = [(operation, operation.cases[0], bad) for operation in OPERATIONS for bad 
 )
 def test_refused_call_leaves_nothing_behind(operation: Operation, case: Any, bad: str) -> None:
     kind, name, changes = operation.bad[bad]
-    assert_refused(operation.make(case), changes, kind, f"^{name}")
+    assert_refused(operation, operation.make(case), changes, kind, f"^{name}")
 
 
 @for_first(only=lambda operation: operation.out is not None)
 @pytest.mark.parametrize("wrong", ("dtype", "shape", "place"))
-def test_wrong_out(operation: Operation, case: Any, wrong: str) -> None:
+def test_wrong_output(operation: Operation, case: Any, wrong: str) -> None:
     call = operation.make(case)
-    (result, *_) = call.run()
-    given, kind = {
-        "dtype": (_wrong_dtype(result), TypeError),
-        "shape": (result[:, :1] if call.written is None else result[:, :-8], ValueError),
-        "place": (result.cpu(), ValueError),
-    }[wrong]
-    assert_refused(call, lambda arguments: {"out": given}, kind, "^out: ")
+    for name, result in zip(operation.outputs, call.run(), strict=False):
+        given, kind = {
+            "dtype": (_wrong_dtype(result), TypeError),
+            "shape": (result[:, :1] if call.written is None else result[:, :-8], ValueError),
+            "place": (result.cpu(), ValueError),
+        }[wrong]
+        assert_refused(operation, call, lambda a, x=name, y=given: {x: y}, kind, f"^{name}: ")
 
 
 # ---- autograd, and tensors without memory
@@ -182,12 +177,16 @@ def test_which_inputs_can_require_grad(operation: Operation, case: Any) -> None:
     ids=[f"{operation.name}-{name}-{case.id}" for operation, case, name in GRADS],
 )
 def test_inputs_that_require_grad(operation: Operation, case: Any, name: str) -> None:
-    """There is no backward: a result without a graph would be a silent error while grad is enabled."""
+    """A result without a graph would be a silent error while grad is enabled."""
     call = operation.make(case)
     want = call.run()
     changes = {name: change_one(call.arguments[name], lambda x: x.detach().clone().requires_grad_(True))}
-    with pytest.raises(ValueError, match=rf"^{name}\b.*requires_grad"):
-        call.run(**changes)
+    if name in operation.grads:
+        got = call.run(**changes)
+        assert got[0].requires_grad and got[1].requires_grad
+    else:
+        with pytest.raises(ValueError, match=rf"^{name}\b.*requires_grad"):
+            call.run(**changes)
     for context in (torch.no_grad, torch.inference_mode):
         with context():
             assert_results(context.__name__, call, call.run(**changes), want)

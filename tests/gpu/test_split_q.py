@@ -20,18 +20,14 @@ from gpu_support import (
     torch,
     united_selections,
 )
-from operations import (
-    PREFILL_KINDS,
-    Call,
-    assert_results,
-    dense_call,
-    prefill_call,
-    sparse_call,
-)
 from test_frameworks import Producer, forms, to_cupy
 
 import rawmla
 from kit import DenseCase, SparseCase, make_dense_inputs, make_sparse_inputs
+from operations import Call, assert_results
+from operations.mla_decode import dense_call
+from operations.mla_prefill import PREFILL_KINDS, prefill_call
+from operations.mla_sparse import sparse_call
 from rawmla import jit
 
 Pair = tuple[Any, Any]

@@ -1,4 +1,4 @@
-"""Caches in every layout, for the tests of what writes and reads them: random values, poison around them."""
+"""Caches in every layout: random values, poison around them, and arrays of NumPy on a device and back."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from gpu_support import torch
+import torch
 
 from rawmla import reference
 
@@ -25,11 +25,11 @@ def values(shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
     return numbers.astype(ml_dtypes.bfloat16)
 
 
-def to_gpu(array: np.ndarray) -> Any:
+def to_device(array: np.ndarray, device: Any = "cuda") -> Any:
     """A torch tensor; bfloat16 goes over as integers."""
     if array.dtype == ml_dtypes.bfloat16:
-        return torch.from_numpy(array.view(np.int16)).cuda().view(torch.bfloat16)
-    return torch.from_numpy(array).cuda()
+        return torch.from_numpy(array.view(np.int16)).to(device).view(torch.bfloat16)
+    return torch.from_numpy(array).to(device)
 
 
 def to_host(tensor: Any) -> np.ndarray:
@@ -58,22 +58,24 @@ def host_cache(kind: str, num_blocks: int, page: int) -> np.ndarray:
 class PaddedCache:
     """A cache of poison with room between its blocks."""
 
-    def __init__(self, kind: str, num_blocks: int, page: int, padding: int = 48) -> None:
+    def __init__(
+        self, kind: str, num_blocks: int, page: int, padding: int = 48, device: Any = "cuda"
+    ) -> None:
         shape = host_cache(kind, 1, page).shape
         dtype = torch.uint8 if kind in LAYOUTS else torch.bfloat16
         used = shape[1] * shape[3]
         stride = -(-used // 16) * 16 + padding
         self.blocks = torch.full(
-            (num_blocks, stride * dtype.itemsize), POISON, dtype=torch.uint8, device="cuda"
+            (num_blocks, stride * dtype.itemsize), POISON, dtype=torch.uint8, device=device
         )
         self.view = self.blocks.view(dtype)[:, :used].unflatten(1, shape[1:])
         self._used_bytes = used * dtype.itemsize
 
     @classmethod
-    def of(cls, kind: str, array: np.ndarray) -> PaddedCache:
+    def of(cls, kind: str, array: np.ndarray, device: Any = "cuda") -> PaddedCache:
         """With this cache of the host in it."""
-        made = cls(kind, *array.shape[:2])
-        made.view.copy_(to_gpu(array))
+        made = cls(kind, *array.shape[:2], device=device)
+        made.view.copy_(to_device(array, device))
         return made
 
     def check(self, want: np.ndarray) -> None:

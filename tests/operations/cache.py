@@ -1,0 +1,321 @@
+"""Writing, gathering, quantising and dequantising caches, and converting indices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import torch
+
+from rawmla import reference
+
+from .caches import (
+    COLUMNS,
+    KINDS,
+    LAYOUTS,
+    PaddedCache,
+    filled,
+    host_cache,
+    same_values,
+    to_device,
+    to_host,
+    values,
+)
+from .core import Call, Operation, Sizes, put, replaced
+from .memory import CANARY
+
+PAGE, NUM_BLOCKS = 64, 8
+
+
+def renew(target: Any, array: np.ndarray) -> None:
+    """New numbers in place."""
+    target.copy_(to_device(array, target.device))
+
+
+CACHE_CASES = tuple(Sizes(kind.replace(" ", "_"), kind) for kind in KINDS)
+QUANTIZE_CASES = tuple(Sizes(kind, kind) for kind in LAYOUTS)
+
+
+def new_slots(seed: int, tokens: int) -> np.ndarray:
+    """Slots of a cache, some of them to be skipped."""
+    slots = np.random.default_rng(seed).permutation(NUM_BLOCKS * PAGE)[:tokens]
+    slots[2::7], slots[3::11] = -1, NUM_BLOCKS * PAGE
+    return slots
+
+
+def write_call(case: Sizes, device: str = "cuda", tokens: int = 40) -> Call:
+    """The call of `write_kv_cache`; the inputs are the cache that it starts from."""
+    rows = to_device(values((tokens, COLUMNS[case.kind])), device)
+    arguments = {
+        "kv_c": rows[:, :-64].contiguous(),
+        "k_pe": rows[:, -64:].contiguous(),
+        "slot_mapping": to_device(new_slots(0, tokens), device),
+    }
+
+    def check_cache(got: tuple[Any, ...]) -> None:
+        want = host_cache(case.kind, NUM_BLOCKS, PAGE)
+        host = [to_host(arguments[name]) for name in ("kv_c", "k_pe")]
+        kv_c, k_pe = (x.view(ml_dtypes.bfloat16) for x in host)
+        reference.write_kv_cache(kv_c, k_pe, want, to_host(arguments["slot_mapping"]))
+        np.testing.assert_array_equal(to_host(got[0]).view(np.uint8), want.view(np.uint8))
+
+    return Call(
+        "write_kv_cache",
+        arguments,
+        ("kv_cache",),
+        check_cache,
+        case,
+        written="kv_cache",
+        fresh=lambda: PaddedCache(case.kind, NUM_BLOCKS, PAGE, device=device).view,
+    )
+
+
+def write_changes(call: Call) -> Iterator[None]:
+    """New rows and slots."""
+    kv_c, k_pe, slots = (call.arguments[name] for name in ("kv_c", "k_pe", "slot_mapping"))
+    for seed in (1, 2, 3):
+        rows = values((len(slots), COLUMNS[call.inputs.kind]), seed=seed)
+        renew(kv_c, rows[:, :-64].copy())
+        renew(k_pe, rows[:, -64:].copy())
+        renew(slots, new_slots(seed, len(slots)))
+        yield
+
+
+WRITE = Operation(
+    name="write_kv_cache",
+    make=write_call,
+    cases=CACHE_CASES,
+    arrays=("kv_c", "k_pe", "slot_mapping"),
+    floats=lambda case: ("kv_c", "k_pe"),
+    strides={"kv_c": ("columns", "unaligned", "odd"), "k_pe": ("columns", "unaligned", "odd")},
+    empty={"no tokens": (lambda a: {name: a[name][:0] for name in ("kv_c", "k_pe", "slot_mapping")}, {})},
+    bad={
+        "another number of rows": (ValueError, "k_pe", replaced("k_pe", lambda x: x[:-1])),
+        "another width": (ValueError, "kv_c", replaced("kv_c", lambda x: x[:, :-8].contiguous())),
+        "cache on the CPU": (ValueError, "kv_cache", replaced("kv_cache", lambda x: x.cpu())),
+        "cache of int16": (TypeError, "kv_cache", replaced("kv_cache", lambda x: x.short())),
+        "cache of 3 dimensions": (ValueError, "kv_cache", replaced("kv_cache", lambda x: x[0])),
+    },
+    changes=write_changes,
+)
+
+
+def gather_call(case: Sizes, device: str = "cuda", b: int = 3) -> Call:
+    """The call of `gather_kv_cache`."""
+    kind = case.kind
+    rows = values((NUM_BLOCKS, PAGE, 1, COLUMNS[kind]))
+    host = filled(kind, rows)
+    draw = np.random.default_rng(0)
+    table = draw.permutation(b * 2).reshape(b, 2).astype(np.int32)
+    vectors = {
+        "cache_seqlens": np.array([100, 0, 128], np.int32),
+        "workspace_starts": np.array([1, 0, 101], np.int32),
+        "seq_starts": np.array([0, 0, 7], np.int32),
+    }
+    arguments = {
+        "kv_cache": PaddedCache.of(kind, host, device).view,
+        "block_table": to_device(table, device),
+        **{name: to_device(vector, device) for name, vector in vectors.items()},
+    }
+    shape = (b * 2 * PAGE + 2, COLUMNS[kind])
+
+    def check_rows(got: tuple[Any, ...]) -> None:
+        want = np.full(shape, CANARY, np.float32)
+        lengths, starts, places = (
+            to_host(arguments[name]) for name in ("cache_seqlens", "seq_starts", "workspace_starts")
+        )
+        now = to_host(arguments["block_table"])
+        reference.gather_kv_cache(host, now, lengths, want, workspace_starts=places, seq_starts=starts)
+        same_values(got[0], want)
+
+    return Call(
+        "gather_kv_cache",
+        arguments,
+        ("out",),
+        check_rows,
+        case,
+        written="out",
+        fresh=lambda: torch.full(shape, float(CANARY), dtype=torch.bfloat16, device=device),
+    )
+
+
+def gather_changes(call: Call) -> Iterator[None]:
+    """New lengths, places and pages."""
+    table, lengths, places, starts = (
+        call.arguments[name] for name in ("block_table", "cache_seqlens", "workspace_starts", "seq_starts")
+    )
+    for seed, new in enumerate(((0, 0, 0), (128, 128, 128), (5, 100, 1))):
+        pages = np.random.default_rng(seed).permutation(NUM_BLOCKS)[: table.numel()]
+        renew(table, pages.reshape(tuple(table.shape)).astype(np.int32))
+        renew(lengths, np.array(new, np.int32))
+        renew(places, np.array([0, 128, 256], np.int32))
+        renew(starts, np.array([0, seed, 0], np.int32))
+        yield
+
+
+GATHER = Operation(
+    name="gather_kv_cache",
+    make=gather_call,
+    cases=CACHE_CASES,
+    arrays=("kv_cache", "block_table", "cache_seqlens", "workspace_starts", "seq_starts"),
+    floats=lambda case: () if case.kind in LAYOUTS else ("kv_cache",),
+    strides={"block_table": ("columns", "odd")},
+    out=lambda out: ((1, 1), (0, 24)),
+    empty={
+        "no requests": (
+            lambda a: {
+                name: a[name][:0]
+                for name in ("block_table", "cache_seqlens", "workspace_starts", "seq_starts")
+            },
+            {},
+        ),
+        "no rows": (lambda a: {"out": a["out"][:0]}, {"out": 0}),
+    },
+    bad={
+        "one length too few": (ValueError, "cache_seqlens", replaced("cache_seqlens", lambda x: x[:-1])),
+    },
+    changes=gather_changes,
+)
+
+
+def quantize_call(case: Sizes, device: str = "cuda") -> Call:
+    """The call of `quantize_k_cache`."""
+    source = to_device(values((NUM_BLOCKS, PAGE, 1, COLUMNS[case.kind])), device)
+
+    def check_bytes(got: tuple[Any, ...]) -> None:
+        want = reference.quantize_k_cache(to_host(source).view(ml_dtypes.bfloat16), case.kind)
+        np.testing.assert_array_equal(to_host(got[0]), want)
+
+    return Call("quantize_k_cache", {"k_cache": source, "layout": case.kind}, ("cache",), check_bytes, case)
+
+
+def quantize_changes(call: Call) -> Iterator[None]:
+    """New values."""
+    source = call.arguments["k_cache"]
+    for seed in (1, 2):
+        renew(source, values(tuple(source.shape), seed=seed))
+        yield
+
+
+QUANTIZE = Operation(
+    name="quantize_k_cache",
+    make=quantize_call,
+    cases=QUANTIZE_CASES,
+    arrays=("k_cache",),
+    floats=lambda case: ("k_cache",),
+    strides={"k_cache": ("wide", "columns", "permuted", "unaligned", "odd")},
+    out=lambda out: ((1, 1), (0, 0), (0, 0), (0, 0)),
+    empty={"no blocks": (lambda a: {"k_cache": a["k_cache"][:0]}, {"cache": 0})},
+    bad={
+        "another layout": (ValueError, "layout", put("layout", "v33")),
+        "layout of another width": (ValueError, "k_cache", replaced("k_cache", lambda x: x[..., :448])),
+    },
+    changes=quantize_changes,
+)
+
+
+def dequantize_call(case: Sizes, device: str = "cuda") -> Call:
+    """The call of `dequantize_k_cache`."""
+    host = reference.quantize_k_cache(values((NUM_BLOCKS, PAGE, 1, COLUMNS[case.kind])), case.kind)
+    source = PaddedCache.of(case.kind, host, device).view
+
+    def check_rows(got: tuple[Any, ...]) -> None:
+        rows = NUM_BLOCKS * PAGE
+        want = np.zeros((rows, COLUMNS[case.kind]), np.float32)
+        table = np.arange(NUM_BLOCKS)[None]
+        reference.gather_kv_cache(to_host(source), table, [rows], want, workspace_starts=[0])
+        same_values(got[0].reshape(rows, -1), want)
+
+    return Call("dequantize_k_cache", {"cache": source, "layout": case.kind}, ("k_cache",), check_rows, case)
+
+
+def dequantize_changes(call: Call) -> Iterator[None]:
+    """New values."""
+    source, kind = call.arguments["cache"], call.inputs.kind
+    for seed in (1, 2):
+        shape = (NUM_BLOCKS, PAGE, 1, COLUMNS[kind])
+        renew(source, reference.quantize_k_cache(values(shape, seed=seed), kind))
+        yield
+
+
+DEQUANTIZE = Operation(
+    name="dequantize_k_cache",
+    make=dequantize_call,
+    cases=QUANTIZE_CASES,
+    arrays=("cache",),
+    floats=lambda case: (),
+    empty={"no blocks": (lambda a: {"cache": a["cache"][:0]}, {"k_cache": 0})},
+    bad={"another layout": (ValueError, "layout", put("layout", "v33"))},
+    changes=dequantize_changes,
+)
+
+
+# ---- indices
+
+CONVERT_CASES = (Sizes("slots", n=0), Sizes("compact", n=1))
+
+
+def convert_call(case: Sizes, device: str = "cuda") -> Call:
+    """The call of `convert_indices`."""
+    compact = bool(case.n)
+    draw = np.random.default_rng(0)
+    positions = draw.integers(-9, 700, (3, 2, 300)).astype(np.int32)
+    arguments = {
+        "indices": to_device(positions, device),
+        "block_table": to_device(draw.integers(-1, 50, (5, 10)).astype(np.int32), device),
+        "page_block_size": PAGE,
+        "request_ids": to_device(np.array([4, 0, 1], np.int32), device),
+        "compact": compact,
+    }
+
+    def check_slots(got: tuple[Any, ...]) -> None:
+        indices, table, ids = (to_host(arguments[x]) for x in ("indices", "block_table", "request_ids"))
+        want = reference.convert_indices(indices, table, PAGE, request_ids=ids, compact=compact)
+        for one, wanted in zip(got, want if compact else (want,), strict=True):
+            np.testing.assert_array_equal(to_host(one), wanted)
+
+    return Call(
+        "convert_indices", arguments, ("slots", "counts") if compact else ("slots",), check_slots, case
+    )
+
+
+def convert_changes(call: Call) -> Iterator[None]:
+    """New positions and pages."""
+    indices, table = call.arguments["indices"], call.arguments["block_table"]
+    for seed in (1, 2):
+        draw = np.random.default_rng(seed)
+        renew(indices, draw.integers(-9, 700, tuple(indices.shape)).astype(np.int32))
+        renew(table, draw.integers(-1, 50, tuple(table.shape)).astype(np.int32))
+        yield
+
+
+CONVERT = Operation(
+    name="convert_indices",
+    make=convert_call,
+    cases=CONVERT_CASES,
+    arrays=("indices", "block_table", "request_ids"),
+    floats=lambda case: (),
+    strides={
+        "indices": ("wide", "columns", "permuted", "unaligned", "odd"),
+        "block_table": ("columns", "unaligned", "odd"),
+    },
+    out=lambda out: ((1, 1), (1, 2), (3, 4)),
+    empty={
+        "no rows": (
+            lambda a: {"indices": a["indices"][:0], "request_ids": a["request_ids"][:0]},
+            {"slots": 0, "counts": 0},
+        ),
+        "no columns": (lambda a: {"indices": a["indices"][..., :0]}, {"slots": 2}),
+    },
+    bad={
+        "page of 0 tokens": (ValueError, "page_block_size", put("page_block_size", 0)),
+        "another number of requests": (
+            ValueError,
+            "request_ids",
+            replaced("request_ids", lambda x: x[:-1]),
+        ),
+    },
+    changes=convert_changes,
+)

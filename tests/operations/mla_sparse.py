@@ -1,0 +1,341 @@
+"""MLA decoding, dense and sparse: how it is called, its reference, and its entries of the table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import cycle
+from typing import Any
+
+import torch
+
+import rawmla
+from kit import (
+    SparseCase,
+    SparseInputs,
+    check_close,
+    lse_tolerance,
+    make_sparse_inputs,
+    out_tolerance,
+    torch_reference,
+)
+from kit.generators import SHARP_FACTOR
+from kit.sparse import INT_MAX
+from rawmla.kernels.mla_sparse import FEW_HEADS
+
+from .core import Arguments, Bad, Call, Operation, put, replaced
+from .mla_decode import PLAN_NAMES, QUERY_STRIDES, lengths_to_try
+
+# ---- calls
+
+
+def sparse_plan_arguments(inputs: SparseInputs) -> tuple[Any, ...]:
+    """The arguments of `get_mla_metadata` for a sparse call.
+
+    Bare tensors are planned for a number of indices, the same for every request. Those of an extra cache
+    begin a block of their own, so the indices before them count in whole blocks.
+    """
+    case = inputs.case
+    topk = case.topk
+    if inputs.extra_k_cache is not None:
+        topk = -(-topk // 64) * 64 + case.extra_topk
+    lengths = torch.zeros(case.b, dtype=torch.int32, device=inputs.q.device)  # only their number counts
+    return lengths, case.s_q * case.h_q, 1, case.h_q, case.layout != "bf16", topk
+
+
+def sparse_plan(inputs: SparseInputs, form: str, **kwargs: Any) -> tuple[Any, Any]:
+    """Scheduling metadata for a sparse call: `form` "object" (filled in by the call) or "tensors"."""
+    if form == "object":
+        return rawmla.get_mla_metadata(**kwargs)
+    return rawmla.get_mla_metadata(*sparse_plan_arguments(inputs), **kwargs)
+
+
+def sparse_arguments(inputs: SparseInputs) -> tuple[Any, ...]:
+    """The first five arguments of `flash_mla_with_kvcache`; the others are `inputs.keywords()`."""
+    return inputs.q, inputs.k_cache, None, None, 512
+
+
+def sparse_decode(
+    inputs: SparseInputs, form: str = "object", enable_batch_invariant: bool = False, **kwargs: Any
+) -> tuple[Any, Any]:
+    """Plan and decode."""
+    metadata, num_splits = sparse_plan(inputs, form, enable_batch_invariant=enable_batch_invariant)
+    kwargs = {**inputs.keywords(), **kwargs, "enable_batch_invariant": enable_batch_invariant}
+    return rawmla.flash_mla_with_kvcache(*sparse_arguments(inputs), metadata, num_splits, **kwargs)
+
+
+def without_extra(inputs: SparseInputs) -> SparseInputs:
+    """The same call without its extra cache."""
+    return replace(inputs, extra_k_cache=None, extra_indices=None, extra_topk_length=None)
+
+
+def sparse_in_batch(inputs: SparseInputs, requests: list[int]) -> SparseInputs:
+    """A batch of these requests, in this order, over the same caches."""
+    rows = torch.tensor(requests, device=inputs.q.device)
+    case = inputs.case
+    given = {name: "random" for name in ("lengths", "extra_lengths") if getattr(case, name) is not None}
+    names = ("q", "indices", "topk_length", "extra_indices", "extra_topk_length")
+    chosen = {name: getattr(inputs, name) for name in names}
+    chosen = {name: None if array is None else array[rows] for name, array in chosen.items()}
+    return replace(inputs, case=replace(case, b=len(requests), **given), **chosen)
+
+
+def rounds_keys(case: SparseCase) -> bool:
+    """Whether the kernel of a case multiplies keys rounded to bfloat16; else it multiplies exact ones."""
+    return not (case.layout == "v32" and case.h_q <= FEW_HEADS)
+
+
+def sparse_reference(
+    inputs: SparseInputs, softmax_scale: float | None = None, *, exact_keys: bool = False
+) -> tuple[Any, Any]:
+    """The float64 reference of a sparse call, with its sinks; of the keys that its kernel multiplies, or of
+    exact ones.
+    """
+    rounded = rounds_keys(inputs.case) and not exact_keys
+    out, lse = torch_reference.sparse_decode(inputs, softmax_scale, rounded_keys=rounded)
+    if inputs.attn_sink is not None:
+        out = torch_reference.apply_sink(out, lse, inputs.attn_sink)
+    return out, lse
+
+
+def sparse_lse_tolerance(inputs: SparseInputs) -> Any:
+    """Tolerance of a sparse call's log-sum-exp."""
+    return lse_tolerance(SHARP_FACTOR if inputs.case.sharp else 1.0)
+
+
+def sparse_check(inputs: SparseInputs, got: tuple[Any, Any], want: tuple[Any, Any] | None = None) -> None:
+    """Compare a sparse call's (out, lse) with the float64 reference; run after the kernel, never before.
+
+    Keys are those that the kernel multiplies; test_sparse_accuracy.py has exact ones for all.
+    """
+    out, lse = got
+    want_out, want_lse = sparse_reference(inputs) if want is None else want
+    assert out.dtype == torch.bfloat16 and lse.dtype == torch.float32
+    check_close(f"{inputs.case.id} out", out, want_out, out_tolerance("bfloat16"))
+    check_close(f"{inputs.case.id} lse", lse, want_lse, sparse_lse_tolerance(inputs))
+
+
+# ---- entries
+
+FULL = 2**20  # longer than any row of indices
+EXTRA: Arguments = {"extra_topk": 70, "extra_page_block_size": 2, "extra_lengths": "random"}
+SPARSE_SHAPE: Arguments = {"b": 4, "s_q": 2, "h_q": 16, "s_k": 300, "topk": 133, "page_block_size": 53}
+SPARSE_CASES: dict[str, tuple[SparseCase, ...]] = {
+    "v32": (
+        SparseCase(b=4, s_q=3, h_q=128, topk=133, lengths="random", sink=True, **EXTRA),
+        SparseCase(
+            **SPARSE_SHAPE, lengths="random", sink=True, block_gap=1, index_gap=3, power_of_two_scales=True
+        ),
+    ),
+    "model1": (
+        SparseCase(**SPARSE_SHAPE, **EXTRA, layout="model1", block_gap=1, lengths="random", sink=True),
+        SparseCase(b=5, s_q=2, h_q=64, s_k=200, topk=130, layout="model1"),
+    ),
+    "bf16": (
+        SparseCase(
+            b=4, s_q=2, h_q=64, s_k=300, topk=200, layout="bf16", lengths="random", sink=True, **EXTRA
+        ),
+        SparseCase(**SPARSE_SHAPE, layout="bf16", d_qk=512, empty_rows=0.3),
+    ),
+}
+SPARSE_RERUN_CASES = {
+    "v32": (
+        SparseCase(b=7, s_q=2, h_q=16, s_k=3000, topk=2048, lengths="random", sink=True),
+        SparseCase(b=74, s_q=2, h_q=128, s_k=1000, topk=576, empty_rows=0.1, page_block_size=61),
+    ),
+    "model1": (
+        SparseCase(b=1, h_q=128, s_k=20000, topk=16384, layout="model1", sharp=True),
+        SparseCase(
+            b=64,
+            s_q=2,
+            h_q=64,
+            topk=128,
+            layout="model1",
+            block_gap=1,
+            lengths="random",
+            extra_topk=500,
+            extra_s_k=900,
+            extra_page_block_size=2,
+            extra_lengths="random",
+            sink=True,
+        ),
+    ),
+    "bf16": (
+        SparseCase(b=33, h_q=66, s_k=2500, topk=2051, layout="bf16", d_qk=576),
+        SparseCase(b=5, s_q=3, h_q=9, s_k=700, topk=600, layout="bf16", d_qk=512),
+    ),
+}
+SPARSE_GRAPH_CASES = {
+    "v32": (SparseCase(b=6, s_q=2, h_q=16, s_k=2500, topk=2048, lengths=(FULL,) * 6),),
+    "model1": (
+        SparseCase(b=1, h_q=128, s_k=9000, topk=8192, layout="model1", lengths=(FULL,), sink=True),
+        SparseCase(
+            b=12,
+            s_q=2,
+            h_q=64,
+            s_k=700,
+            topk=130,
+            layout="model1",
+            block_gap=1,
+            lengths=(FULL,) * 12,
+            extra_s_k=1000,
+            extra_topk=700,
+            extra_page_block_size=2,
+            extra_lengths=(FULL,) * 12,
+            sink=True,
+        ),
+    ),
+    "bf16": (SparseCase(b=70, h_q=66, s_k=900, topk=600, layout="bf16", d_qk=576, lengths=(FULL,) * 70),),
+}
+SPARSE_INVARIANT_CASES = {
+    "v32": (
+        SparseCase(b=200, h_q=16, s_k=2100, topk=2048, lengths="random", empty_rows=0.1),
+        SparseCase(
+            b=8, h_q=128, s_k=20000, topk=16384, lengths=(16384, 1, 0, 64, 12345, 2048, 2049, 513), sink=True
+        ),
+    ),
+    "model1": (
+        SparseCase(
+            b=64,
+            s_q=2,
+            h_q=64,
+            topk=300,
+            layout="model1",
+            lengths="random",
+            extra_topk=1500,
+            extra_s_k=1600,
+            extra_page_block_size=2,
+            extra_lengths="random",
+            sink=True,
+            sharp=True,
+        ),
+    ),
+    "bf16": (
+        SparseCase(b=64, s_q=2, h_q=128, s_k=1500, topk=1000, lengths="random", layout="bf16", d_qk=512),
+    ),
+}
+
+
+def for_clusters(cases: tuple[SparseCase, ...]) -> tuple[SparseCase, ...]:
+    """The cases with two and four tiles of 64 heads: the kernel for clusters takes even numbers."""
+    return tuple(replace(case, h_q=heads) for case, heads in zip(cases, cycle((128, 256)), strict=False))
+
+
+def sparse_call(inputs: SparseInputs) -> Call:
+    """The call of sparse decoding."""
+    return Call(
+        function="flash_mla_with_kvcache",
+        arguments={
+            "q": inputs.q,
+            "k_cache": inputs.k_cache,
+            "block_table": None,
+            "cache_seqlens": None,
+            "head_dim_v": 512,
+            **inputs.keywords(),
+        },
+        results=("out", "softmax_lse"),
+        check=lambda got: sparse_check(inputs, (got[0], got[1])),
+        inputs=inputs,
+        plan=dict(zip(PLAN_NAMES, sparse_plan_arguments(inputs), strict=True)),
+    )
+
+
+def make_sparse_call(case: SparseCase, device: str = "cuda") -> Call:
+    """The call of a case."""
+    return sparse_call(make_sparse_inputs(case, "torch", device))
+
+
+def sparse_changes(call: Call) -> Iterator[None]:
+    """New lengths, those of an extra cache the reversed share, and shuffled rows of indices. Past the lengths
+    indices name slot 0, which is poison, or nothing.
+    """
+    inputs = call.inputs
+    case = inputs.case
+    device = inputs.q.device
+    draw = torch.Generator(device).manual_seed(5)
+    sources = [(inputs.indices, inputs.topk_length)]
+    if case.extra_topk:
+        sources.append((inputs.extra_indices, inputs.extra_topk_length))
+    valid = [indices.clone() for indices, _ in sources]
+    for lengths in lengths_to_try([case.topk] * case.b):
+        shares = [[length / case.topk for length in lengths]]
+        shares.append(shares[0][::-1])
+        for (indices, length), chosen, share in zip(sources, valid, shares, strict=False):
+            width = indices.shape[2]
+            order = torch.rand(indices.shape, generator=draw, device=device).argsort(dim=2)
+            new = torch.tensor([round(part * width) for part in share], dtype=torch.int32, device=device)
+            past = torch.arange(width, device=device) >= new[:, None, None]
+            nowhere = torch.where(order % 2 == 0, 0, INT_MAX)
+            indices.copy_(torch.where(past, nowhere, chosen.gather(2, order)))
+            length.copy_(new)
+        yield
+
+
+SPARSE_BAD: dict[str, Bad] = {
+    "causal": (ValueError, "causal", put("causal", True)),
+    "q float16": (TypeError, "q", replaced("q", lambda x: x.half())),
+    "head_dim_v 256": (ValueError, "head_dim_v", put("head_dim_v", 256)),
+    "scale 0": (ValueError, "softmax_scale", put("softmax_scale", 0.0)),
+    "no columns of indices": (ValueError, "indices", replaced("indices", lambda x: x[..., :0])),
+    "indices of another batch": (ValueError, "indices", replaced("indices", lambda x: x[:-1])),
+    "plan of 7 columns": (
+        ValueError,
+        "tile_scheduler_metadata",
+        replaced("tile_scheduler_metadata", lambda x: x[:, :7].contiguous()),
+    ),
+    "num_splits too short": (ValueError, "num_splits", replaced("num_splits", lambda x: x[:-1])),
+}
+
+
+def sparse_floats(case: SparseCase) -> tuple[str, ...]:
+    """FP8 caches are bytes."""
+    rows = case.layout == "bf16"
+    given = {"q": True, "attn_sink": case.sink, "k_cache": rows, "extra_k_cache": rows and case.extra_topk}
+    return tuple(name for name, there in given.items() if there)
+
+
+def sparse_operation(layout: str, *, clusters: bool = False) -> Operation:
+    """Sparse decoding over one kind of cache, or forced to the kernel for clusters, with cases for it."""
+
+    def suited(cases: tuple[SparseCase, ...]) -> tuple[SparseCase, ...]:
+        return for_clusters(cases) if clusters else cases
+
+    per_request = ("q", "indices", "topk_length", "extra_indices_in_kvcache", "extra_topk_length")
+    per_token = ("q", "indices", "extra_indices_in_kvcache")
+    rows = ("wide", "columns", "permuted", "unaligned", "odd")
+    return Operation(
+        name=f"sparse_{layout}" + "_clusters" * clusters,
+        make=make_sparse_call,
+        cases=suited(SPARSE_CASES[layout]),
+        arrays=(
+            "q",
+            "k_cache",
+            "indices",
+            "attn_sink",
+            "extra_k_cache",
+            "extra_indices_in_kvcache",
+            "topk_length",
+            "extra_topk_length",
+        ),
+        floats=sparse_floats,
+        rerun_cases=suited(SPARSE_RERUN_CASES[layout]),
+        graph_cases=suited(SPARSE_GRAPH_CASES[layout]),
+        invariant_cases=suited(SPARSE_INVARIANT_CASES[layout]),
+        strides={"q": QUERY_STRIDES, "indices": rows, "extra_indices_in_kvcache": rows},
+        out=lambda out: ((1, 1), (1, 1), (8, 16), (8, 8)),
+        empty={
+            "no requests": (
+                lambda a: {name: a[name][:0] for name in per_request if a[name] is not None},
+                {"out": 0, "softmax_lse": 0},
+            ),
+            "no query tokens": (
+                lambda a: {name: a[name][:, :0] for name in per_token if a[name] is not None},
+                {"out": 1, "softmax_lse": 2},
+            ),
+        },
+        bad=SPARSE_BAD,
+        changes=sparse_changes,
+        part=lambda call, requests: sparse_call(sparse_in_batch(call.inputs, requests)),
+        plan_serves_all_lengths=True,
+        clusters=clusters,
+    )
