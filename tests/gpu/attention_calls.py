@@ -12,10 +12,6 @@ from functools import partial
 from math import nan
 from typing import Any
 
-import flex_backward_calls
-import flex_calls
-import mha_backward_calls
-import mha_calls
 import pytest
 from gpu_support import assert_same_bits, torch
 
@@ -23,6 +19,10 @@ from kit import flex_backward, mha_backward
 from kit.flex import FlexCase, check_flex, make_flex_inputs
 from kit.flex_backward import make_flex_backward_inputs
 from kit.mha import MhaCase, check_mha, make_mha_inputs
+from operations import dense as mha_calls
+from operations import dense_backward as mha_backward_calls
+from operations import flex as flex_calls
+from operations import flex_backward as flex_backward_calls
 from rawmla.call import frameworks
 
 __all__ = [

@@ -25,7 +25,8 @@ from attention_calls import (
 )
 from full_cases import full_unless
 from gpu_support import torch
-from mha_calls import assert_untouched_around
+
+from operations.dense import assert_untouched_around
 
 SMALL: dict[str, Any] = {"b": 3, "s_q": 150, "s_k": 200, "causal": True}
 
