@@ -1,4 +1,4 @@
-"""The backward of dense attention: equal calls give equal bits in dk, dv and dsink, in a fixed order in dq too."""
+"""Equal calls of the dense backward give equal bits in dk, dv and dsink, in a fixed order in dq too."""
 
 from __future__ import annotations
 
