@@ -39,7 +39,7 @@ FORWARD_KERNELS: tuple[dict[str, Any], ...] = (
     {"d_qk": 192, "d_v": 128, "dtype": "float16", "softcap": 15.0},
     {"d_qk": 256, "d_v": 256, "alibi": "requests"},
 )
-# Kernels of the backward. A kernel of 192 in bfloat16 goes by keys in the wide form; with a sink and a gradient
+# Kernels of the backward. One of 192 in bfloat16 goes by keys in the wide form; with a sink and a gradient
 # of lse by product, as the kernel of 128 with softcap and ALiBi then does. A kernel of 192 in float16, or of
 # 256, always goes by product.
 BACKWARD_KERNELS: tuple[dict[str, Any], ...] = (
