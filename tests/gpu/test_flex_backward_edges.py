@@ -11,7 +11,13 @@ from math import inf, nan
 from typing import Any
 
 import pytest
-from flex_backward_calls import (
+from gpu_support import assert_same_bits, torch
+from test_flex_edges import BLOCKS, GARBAGE, at_offset, given_lists, in_order, odd_rows
+
+import rawmla
+from kit.flex import FlexCase, FlexInputs, Function, make_flex_inputs, with_mask_mod
+from kit.flex_backward import captured_tensors, make_flex_backward_inputs, reference_backward
+from operations.flex_backward import (
     ALL_LISTS,
     BackwardInputs,
     assert_same_gradients,
@@ -19,12 +25,6 @@ from flex_backward_calls import (
     backward_of,
     check_backward,
 )
-from gpu_support import assert_same_bits, torch
-from test_flex_edges import BLOCKS, GARBAGE, at_offset, given_lists, in_order, odd_rows
-
-import rawmla
-from kit.flex import FlexCase, FlexInputs, Function, make_flex_inputs, with_mask_mod
-from kit.flex_backward import captured_tensors, make_flex_backward_inputs, reference_backward
 
 IN_ORDER: dict[str, Any] = {"deterministic": True}
 orders = pytest.mark.parametrize("options", ({}, IN_ORDER), ids=("any order", "fixed order"))

@@ -9,17 +9,17 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from flex_backward_calls import (
+from gpu_support import forget_prepared_calls, torch
+
+import rawmla
+from kit.flex import MASKS, SCORES, FlexCase, Function, make_flex_inputs
+from operations.flex_backward import (
     BackwardInputs,
     assert_same_gradients,
     backward_inputs,
     backward_of,
     check_backward,
 )
-from gpu_support import forget_prepared_calls, torch
-
-import rawmla
-from kit.flex import MASKS, SCORES, FlexCase, Function, make_flex_inputs
 from rawmla.kernels import flex_captured
 
 SHAPE: dict[str, Any] = {"b": 2, "h_q": 4, "h_kv": 2, "s_q": 200, "s_k": 277}

@@ -10,11 +10,11 @@ from __future__ import annotations
 from itertools import cycle, product
 
 import pytest
-from flex_backward_calls import backward_inputs, backward_of, check_backward
 from gpu_support import torch
 from test_flex_matrix import BATCHES, HEADS, LAYOUTS, VARIANTS, Variant, cases_of
 
 from kit.flex import FlexCase
+from operations.flex_backward import backward_inputs, backward_of, check_backward
 
 GRADIENTS = ("out", "lse", "both")
 

@@ -7,7 +7,6 @@ from math import inf, nan
 from typing import Any
 
 import pytest
-from flex_calls import assert_same_results, assert_untouched_around, attend, created_mask, out_buffer
 from gpu_support import assert_same_bits, torch
 
 import rawmla
@@ -22,6 +21,7 @@ from kit.flex import (
     reference,
     with_mask_mod,
 )
+from operations.flex import assert_same_results, assert_untouched_around, attend, created_mask, out_buffer
 
 GARBAGE = 2**31 - 1
 BLOCKS = ((16, 16), (32, 32), (96, 96), (128, 128), (256, 256), (128, 256), (256, 128), (32, 64))

@@ -6,11 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from flex_calls import assert_same_results, attend, created_mask
 from gpu_support import torch
 
 import rawmla
 from kit.flex import MASKS, SCORES, FlexCase, Function, check_flex, make_flex_inputs
+from operations.flex import assert_same_results, attend, created_mask
 
 SHAPE: dict[str, Any] = {"b": 2, "h_q": 4, "h_kv": 2, "s_q": 200, "s_k": 277}
 forms = pytest.mark.parametrize("form", ("python", "cuda"))

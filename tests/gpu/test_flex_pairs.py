@@ -11,13 +11,13 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import pytest
-from flex_backward_calls import BackwardInputs, backward_of, check_backward
-from flex_calls import attend
 from gpu_support import torch
 from test_flex_matrix import BATCHES, BLOCKS, HEADS, LAYOUTS, VARIANTS
 
 from kit.flex import BIASES, MASKS, SCORES, FlexCase, check_flex
 from kit.flex_backward import make_flex_backward_inputs, make_flex_gradients
+from operations.flex import attend
+from operations.flex_backward import BackwardInputs, backward_of, check_backward
 from rawmla.kernels.common import padded
 
 # Many pairs of functions take more registers than there are: docs/flex.md says so.

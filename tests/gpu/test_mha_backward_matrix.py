@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 from gpu_support import torch
-from mha_backward_calls import backward_inputs, backward_of, check_backward, gradient_buffers
-from mha_calls import CANARY, assert_untouched_around
 from test_mha_matrix import HEADS, MASKS, SINKS, SIZES
 
 from kit.mha import MhaCase, make_mha_inputs
+from operations.dense import CANARY, assert_untouched_around
+from operations.dense_backward import backward_inputs, backward_of, check_backward, gradient_buffers
 
 # Head dimensions that one kernel serves, by their padding to multiples of 32.
 DIMS = (

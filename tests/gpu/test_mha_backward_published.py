@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 from gpu_support import assert_same_bits, torch
-from mha_backward_calls import BackwardInputs, backward_of
-from mha_calls import attend
 from test_mha_matrix import FLASH_MLA_LSE, FLASH_MLA_OUT, flash_mla_case, on_flash_mla_matrix
 
 from kit import check_close
 from kit.mha import HALF_STEP, MhaCase, make_mha_inputs, tokens_of
 from kit.mha import reference as reference_forward
 from kit.mha_backward import make_mha_gradients, reference_backward
+from operations.dense import attend
+from operations.dense_backward import BackwardInputs, backward_of
 
 ROWS = 2048  # query tokens of one step of the reference
 HEADS_TOGETHER = 16  # query heads that are compared at a time, whole groups

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 from gpu_support import assert_same_bits, torch
-from mha_calls import assert_untouched_around, attend, out_buffer
 
 from kit import Tolerance, check_close
 from kit.mha import MhaCase, check_mha, make_mha_inputs, reference
+from operations.dense import assert_untouched_around, attend, out_buffer
 
 # ---- FlashMLA's matrix
 
