@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import json
 import os
 import signal
@@ -736,6 +737,8 @@ def test_environment_sets_up_the_default_builder(
 ) -> None:
     """It is read at every call."""
     monkeypatch.setattr(builder, "find_source_root", lambda: project.sources)
+    fresh = functools.lru_cache(builder._default_builder.__wrapped__)  # other tests get none of these builders
+    monkeypatch.setattr(builder, "_default_builder", fresh)
     names = ("RAWMLA_CACHE_DIR", "RAWMLA_CACHE_MAX_MB", "RAWMLA_CUBIN_DIR", "XDG_CACHE_HOME")
     for name in names:
         monkeypatch.delenv(name, raising=False)

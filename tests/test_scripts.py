@@ -648,7 +648,7 @@ def test_sanitizer_verdicts() -> None:
         ("-n 1", 1, "1 cases left out: --full runs them too (docs/checks.md)"),
         ("--full", 2, ""),
         ("-k two", 0, "1 cases left out"),
-        ("-k one or no", 1, "left out the 1 files of tests/gpu: "),
+        ("-k 'one or no'", 1, "left out the 1 files of tests/gpu: "),
         ("gpu/test_b.py", 0, "skipped 1 test: "),
     ],
 )
@@ -658,7 +658,7 @@ def test_what_is_left_out(
     """Cases marked `full`, and without a GPU its folder; a line counts them."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     small_tree(tmp_path, monkeypatch, test_a=FULL, gpu__test_b="def test_it(): pass\n")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options.split()]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *shlex.split(options)]
     printed = subprocess.run(command, cwd=tmp_path / "tests", capture_output=True, text=True).stdout
     assert f"{passed} passed" in printed or (not passed and "passed" not in printed), printed
     assert said in printed and ("cases left out" in printed) == ("cases" in said)

@@ -15,7 +15,7 @@ from .ratios import STORED_WAY, WAYS, Pair, Stored, better, pairs, summary
 Cells = list[list[str]]
 """A table: the headings, then the rows."""
 EMPTY = "-"
-WIDTH = 100
+WIDTH = 120
 """Of tables for the terminal, in columns."""
 
 NOTE = (
