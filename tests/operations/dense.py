@@ -181,7 +181,7 @@ ROWS = ("wide", "columns", "permuted", "unaligned", "odd")
 BAD = {
     "scale 0": (ValueError, "softmax_scale", put("softmax_scale", 0.0)),
     "softcap below 0": (ValueError, "softcap", put("softcap", -1.0)),
-    "dropout": (NotImplementedError, "dropout_p", put("dropout_p", 0.1)),
+    "dropout": (ValueError, "dropout_p", put("dropout_p", 0.1)),
 }
 UNPACKED_BAD = {
     "v of other heads": (ValueError, "v", replaced("v", lambda x: x[..., :1, :])),

@@ -253,7 +253,7 @@ FLEX = Operation(
     out=slices,
     empty={"no query tokens": (lambda a: {"query": a["query"][:, :, :0]}, {"out": 2, "lse": 2})},
     bad={
-        "scale 0": (ValueError, "scale", put("scale", 0.0)),
+        "scale NaN": (ValueError, "scale", put("scale", float("nan"))),
         "key of another dtype": (TypeError, "key", replaced("key", lambda x: x.double())),
         "value of other heads": (ValueError, "value", replaced("value", lambda x: x[:, :1])),
     },

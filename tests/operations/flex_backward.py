@@ -159,7 +159,7 @@ FLEX_BACKWARD = Operation(
     ),
     strides={"query": ROWS, "value": ROWS, "grad_out": (*ROWS, "transposed")},
     odd_last=ARRAYS,
-    bad={"scale 0": (ValueError, "scale", put("scale", 0.0))},
+    bad={"scale NaN": (ValueError, "scale", put("scale", float("nan")))},
     changes=flex_backward_changes,
 )
 

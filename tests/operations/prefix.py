@@ -240,7 +240,8 @@ def prefix_operation(
         repeats=200,
         graph_cases=(roomy, replace(roomy, table="pointers")),
         strides={"q": ROWS, "b_loc": ("columns", "odd")},
-        odd_last=("q", "k", "v"),
+        odd_last=("q", "k", "v", "k_scale", "v_scale", "fp8_out_scale"),
+        any_integer=("b_loc",),
         out=around_o,
         outputs=("o",),
         empty={
@@ -252,7 +253,7 @@ def prefix_operation(
         bad={
             "scale 0": (ValueError, "sm_scale", put("sm_scale", 0.0)),
             "another cache": (ValueError, "kv_cache_dtype", put("kv_cache_dtype", "fp4")),
-            "one length too few": (ValueError, "b_seq_len", replaced("b_seq_len", lambda x: x[:-1])),
+            "one length too few": (ValueError, "b_start_loc", replaced("b_seq_len", lambda x: x[:-1])),
         },
         changes=prefix_changes,
         writes=True,
