@@ -32,14 +32,12 @@ def all_arguments(call: Call) -> Arguments:
 
 
 def _wrong_dtype(x: Any) -> Any:
-    """float64 or, for integers, int64, which is the common mistake; int16 where int64 is right."""
-    if x.is_floating_point():
-        return x.double()
-    return x.short() if x.dtype == torch.int64 else x.long()
+    """bool or, for integers, int64, which is the common mistake."""
+    return x.bool() if x.is_floating_point() else x.long()
 
 
 def _another_shape(x: Any) -> Any:
-    return x.flatten() if x.ndim > 1 else x[:-1]
+    return x.flatten() if x.ndim > 1 else x.expand(2, -1) if x.ndim else x.expand(2)
 
 
 def _strided_last_dimension(x: Any) -> Any:
@@ -52,6 +50,7 @@ WRONG: dict[str, tuple[type[Exception], Callable[[Any], Any]]] = {
     "on the CPU": (ValueError, lambda x: x.cpu()),
     "not an array": (TypeError, lambda x: [1.0]),
     "of another dtype": (TypeError, _wrong_dtype),
+    "of int16": (TypeError, lambda x: x.short()),
     "of another shape": (ValueError, _another_shape),
     "with a strided last dimension": (ValueError, _strided_last_dimension),
 }
@@ -104,6 +103,7 @@ WRONG_ARRAYS = [
     for name in operation.arrays
     for wrong in WRONG
     if wrong != "with a strided last dimension" or name not in operation.odd_last
+    if wrong != "of another dtype" or name not in operation.any_integer
 ]
 
 

@@ -88,11 +88,13 @@ WRITE = Operation(
     make=write_call,
     cases=CACHE_CASES,
     arrays=("kv_c", "k_pe", "slot_mapping"),
+    any_integer=("slot_mapping",),
     floats=lambda case: ("kv_c", "k_pe"),
     strides={"kv_c": ("columns", "unaligned", "odd"), "k_pe": ("columns", "unaligned", "odd")},
     empty={"no tokens": (lambda a: {name: a[name][:0] for name in ("kv_c", "k_pe", "slot_mapping")}, {})},
     bad={
         "another number of rows": (ValueError, "k_pe", replaced("k_pe", lambda x: x[:-1])),
+        "one slot too few": (ValueError, "slot_mapping", replaced("slot_mapping", lambda x: x[:-1])),
         "another width": (ValueError, "kv_c", replaced("kv_c", lambda x: x[:, :-8].contiguous())),
         "cache on the CPU": (ValueError, "kv_cache", replaced("kv_cache", lambda x: x.cpu())),
         "cache of int16": (TypeError, "kv_cache", replaced("kv_cache", lambda x: x.short())),
@@ -175,6 +177,8 @@ GATHER = Operation(
     },
     bad={
         "one length too few": (ValueError, "cache_seqlens", replaced("cache_seqlens", lambda x: x[:-1])),
+        "one place too few": (ValueError, "workspace_starts", replaced("workspace_starts", lambda x: x[:-1])),
+        "one start too few": (ValueError, "seq_starts", replaced("seq_starts", lambda x: x[:-1])),
     },
     changes=gather_changes,
 )

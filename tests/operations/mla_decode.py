@@ -198,6 +198,7 @@ DENSE_BAD: dict[str, Bad] = {
         replaced("k_cache", lambda x: torch.nn.functional.pad(x, (0, 1))[..., :576]),
     ),
     "one table row too few": (ValueError, "block_table", replaced("block_table", lambda x: x[:-1])),
+    "one length too few": (ValueError, "cache_seqlens", replaced("cache_seqlens", lambda x: x[:-1])),
     "head_dim_v 256": (ValueError, "head_dim_v", replaced("head_dim_v", lambda x: 256)),
     "scale 0": (ValueError, "softmax_scale", replaced("softmax_scale", lambda x: 0.0)),
     "scale NaN": (ValueError, "softmax_scale", replaced("softmax_scale", lambda x: float("nan"))),

@@ -182,6 +182,8 @@ def prefill_operation(layout: str, *, clusters: bool = False) -> Operation:
             "scale 0": (ValueError, "sm_scale", put("sm_scale", 0.0)),
             "another base": (ValueError, "log_base", put("log_base", "10")),
             "q float16": (TypeError, "q", replaced("q", lambda x: x.half())),
+            "one length too few": (ValueError, "topk_length", replaced("topk_length", lambda x: x[:-1])),
+            "one sink too few": (ValueError, "attn_sink", replaced("attn_sink", lambda x: x[:-1])),
             "no columns of indices": (ValueError, "indices", replaced("indices", lambda x: x[..., :0])),
             "indices of other tokens": (ValueError, "indices", replaced("indices", lambda x: x[:-1])),
         },

@@ -274,6 +274,8 @@ def sparse_changes(call: Call) -> Iterator[None]:
 SPARSE_BAD: dict[str, Bad] = {
     "causal": (ValueError, "causal", put("causal", True)),
     "q float16": (TypeError, "q", replaced("q", lambda x: x.half())),
+    "one length too few": (ValueError, "topk_length", replaced("topk_length", lambda x: x[:-1])),
+    "one sink too few": (ValueError, "attn_sink", replaced("attn_sink", lambda x: x[:-1])),
     "head_dim_v 256": (ValueError, "head_dim_v", put("head_dim_v", 256)),
     "scale 0": (ValueError, "softmax_scale", put("softmax_scale", 0.0)),
     "no columns of indices": (ValueError, "indices", replaced("indices", lambda x: x[..., :0])),

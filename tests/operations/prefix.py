@@ -240,7 +240,8 @@ def prefix_operation(
         repeats=200,
         graph_cases=(roomy, replace(roomy, table="pointers")),
         strides={"q": ROWS, "b_loc": ("columns", "odd")},
-        odd_last=("q", "k", "v"),
+        odd_last=("q", "k", "v", "k_scale", "v_scale", "fp8_out_scale"),
+        any_integer=("b_loc",),
         out=around_o,
         outputs=("o",),
         empty={
