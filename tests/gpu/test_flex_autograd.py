@@ -1,4 +1,4 @@
-"""What flex attention has beyond dense attention in autograd: captured tensors, lists by columns, and gradients
+"""What flex attention has beyond dense attention in autograd: captures, lists by columns, and gradients
 as exact as those of torch's flex_attention. The rest is in test_autograd.py.
 """
 

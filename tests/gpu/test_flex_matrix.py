@@ -17,7 +17,8 @@ import pytest
 from gpu_support import torch
 
 from kit.flex import FlexCase, check_flex, make_flex_inputs
-from operations.flex import assert_untouched_around, attend, created_mask, out_buffer
+from operations.dense import assert_untouched_around
+from operations.flex import attend, created_mask, out_buffer
 
 KEYS = (37, 64, 127, 256, 257, 277, 1023, 1025, 2048)
 QUERIES = {"same": 1, "half": 2, "eighth": 8, "one": 0}  # the part of the keys' number
