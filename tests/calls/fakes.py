@@ -344,7 +344,6 @@ B, S_Q, H_Q, H_KV, D_QK, PAGE, NUM_BLOCKS, MAX_BLOCKS, PARTS = 3, 2, 16, 2, 576,
 K_SHAPE = (NUM_BLOCKS, PAGE, H_KV, D_QK)
 K_STRIDES = contiguous(K_SHAPE)
 OUT_SHAPE = (B, S_Q, H_Q, 512)
-ARRAYS = ("q", "k_cache", "block_table", "cache_seqlens", "tile_scheduler_metadata", "num_splits")
 
 
 def dense_arguments() -> Arguments:
