@@ -341,11 +341,9 @@ def make_world(monkeypatch: pytest.MonkeyPatch) -> World:
 
 
 B, S_Q, H_Q, H_KV, D_QK, PAGE, NUM_BLOCKS, MAX_BLOCKS, PARTS = 3, 2, 16, 2, 576, 64, 40, 10, 5
-Q_STRIDES = contiguous((B, S_Q, H_Q, D_QK))
 K_SHAPE = (NUM_BLOCKS, PAGE, H_KV, D_QK)
 K_STRIDES = contiguous(K_SHAPE)
 OUT_SHAPE = (B, S_Q, H_Q, 512)
-ARRAYS = ("q", "k_cache", "block_table", "cache_seqlens", "tile_scheduler_metadata", "num_splits")
 
 
 def dense_arguments() -> Arguments:
