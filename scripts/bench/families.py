@@ -7,9 +7,7 @@ from functools import cache
 
 from . import around, dense, flex, measure, mla, prefix
 from .cases import Case, Row
-
-IN_TURNS = 3
-"""Rounds of a family whose libraries beside run in the same process."""
+from .measure import IN_TURNS
 
 
 @dataclass(frozen=True)
