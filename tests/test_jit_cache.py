@@ -737,7 +737,7 @@ def test_environment_sets_up_the_default_builder(
 ) -> None:
     """It is read at every call."""
     monkeypatch.setattr(builder, "find_source_root", lambda: project.sources)
-    fresh = functools.lru_cache(builder._default_builder.__wrapped__)  # other tests get none of these builders
+    fresh = functools.lru_cache(builder._default_builder.__wrapped__)  # none for other tests
     monkeypatch.setattr(builder, "_default_builder", fresh)
     names = ("RAWMLA_CACHE_DIR", "RAWMLA_CACHE_MAX_MB", "RAWMLA_CUBIN_DIR", "XDG_CACHE_HOME")
     for name in names:
