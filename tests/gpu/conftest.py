@@ -13,14 +13,8 @@ from gpu_support import cupy, forced_clusters, poison, poisonable_allocations, t
 import rawmla
 from kit.gpu import missing_hopper_reason
 
-FORCED = {"test_prefill_edges", "test_prefill_numbers", "test_prefill_sanitizer", "test_sparse_sanitizer"}
-TWICE = {
-    "test_sparse_bits",
-    "test_sparse_edges",
-    "test_sparse_matrix",
-    "test_sparse_numbers",
-    "test_sparse_plans",
-}
+FORCED = {"test_prefill_sanitizer", "test_sparse_sanitizer"}
+TWICE = {"test_sparse_bits"}
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -30,10 +24,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(autouse=True)
 def clusters(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Whether calls are forced to the kernel for clusters: by the file, a parameter, or the operation."""
+    """Whether calls are forced to the kernel for clusters: by the file, or by a parameter that says so."""
     parameters = getattr(getattr(request.node, "callspec", None), "params", {})
-    operation = parameters.get("operation")
-    forced = request.module.__name__ in FORCED or (operation is not None and operation.clusters)
+    forced = request.module.__name__ in FORCED
+    forced |= any(getattr(value, "clusters", False) for value in parameters.values())
     with forced_clusters() if getattr(request, "param", forced) else nullcontext():
         yield
 

@@ -9,43 +9,44 @@ import pytest
 from gpu_support import torch
 
 import rawmla
+from operations.caches import to_device, to_host
 from rawmla import reference
 
 
-class TestIndices:
-    @pytest.mark.parametrize("compact", (False, True))
-    @pytest.mark.parametrize("page", (1, 2, 53, 64, 576))
-    @pytest.mark.parametrize("topk", (1, 63, 64, 133, 256, 257, 2048, 2051, 10_000))
-    def test_as_the_reference(self, topk: int, page: int, compact: bool) -> None:
+def check_slots(got: Any, want: Any, compact: bool) -> None:
+    """Slots and, of compacted ones, their numbers are as wanted."""
+    for one, wanted in zip(got if compact else (got,), want if compact else (want,), strict=True):
+        np.testing.assert_array_equal(to_host(one), wanted)
+
+
+@pytest.mark.parametrize("compact", (False, True))
+@pytest.mark.parametrize("topk", (1, 63, 64, 133, 256, 257, 2048, 2051, 10_000))
+def test_as_the_reference(topk: int, compact: bool) -> None:
+    """With rows of one request each, and with numbers of requests; also in place."""
+    width = 9
+    for page in (1, 2, 53, 64, 576):
         draw = np.random.default_rng(topk + page)
-        width = 9
         table = draw.integers(0, 50, (7, width + 2)).astype(np.int32)
         table[1, 3], table[2, 0], table[:, width:] = -1, 2**31 - 1, 77
         for shape, ids in (((7, topk), None), ((5, topk), [6, -1, 2, 2, 7]), ((3, 2, topk), [0, 4, 1])):
             positions = draw.integers(-page, (width + 1) * page, shape).astype(np.int32)
             buffer = torch.full((*shape[:-1], topk + 3), 12345, dtype=torch.int32, device="cuda")
-            given = buffer[..., :topk]
-            given.copy_(torch.from_numpy(positions))
+            given, pages = buffer[..., :topk], to_device(table)[:, :width]
+            given.copy_(to_device(positions))
             want = reference.convert_indices(
                 positions, table[:, :width], page, request_ids=ids, compact=compact
             )
             options: dict[str, Any] = {"compact": compact}
             if ids is not None:
                 options["request_ids"] = torch.tensor(ids, dtype=torch.int32, device="cuda")
-            pages = torch.from_numpy(table).cuda()[:, :width]
-            got = rawmla.convert_indices(given, pages, page, **options)
-            in_place = rawmla.convert_indices(given, pages, page, out=given, **options)
-            for found in (got, in_place):
-                for one, wanted in zip(
-                    found if compact else (found,), want if compact else (want,), strict=True
-                ):
-                    np.testing.assert_array_equal(one.cpu().numpy(), wanted)
+            check_slots(rawmla.convert_indices(given, pages, page, **options), want, compact)
+            check_slots(rawmla.convert_indices(given, pages, page, out=given, **options), want, compact)
             assert bool((buffer[..., topk:] == 12345).all())
 
-    def test_many_rows(self) -> None:
-        positions = torch.randint(-5, 4000, (5000, 64), dtype=torch.int32, device="cuda")
-        table = torch.randint(0, 1000, (5000, 70), dtype=torch.int32, device="cuda")
-        slots, counts = rawmla.convert_indices(positions, table, 64, compact=True)
-        want = reference.convert_indices(positions.cpu().numpy(), table.cpu().numpy(), 64, compact=True)
-        np.testing.assert_array_equal(slots.cpu().numpy(), want[0])
-        np.testing.assert_array_equal(counts.cpu().numpy(), want[1])
+
+def test_many_rows() -> None:
+    draw = np.random.default_rng(0)
+    positions = draw.integers(-5, 4000, (5000, 64), dtype=np.int32)
+    table = draw.integers(0, 1000, (5000, 70), dtype=np.int32)
+    got = rawmla.convert_indices(to_device(positions), to_device(table), 64, compact=True)
+    check_slots(got, reference.convert_indices(positions, table, 64, compact=True), compact=True)

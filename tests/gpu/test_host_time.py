@@ -3,8 +3,11 @@
 The target is 20 us; the limit of the test leaves room for slow hosts. These tests run by themselves.
 """
 
+import importlib
 import statistics
 import time
+import timeit
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,56 +15,64 @@ from gpu_support import call_arguments, torch
 
 import rawmla
 from kit import DenseCase, make_dense_inputs
+from rawmla.call import tracing
 
 LIMIT_US = 40.0
 OVERHEAD_US = 2.0
-CALLS = 1000
-CALLS_IN_FLIGHT = 50
+QUESTION_US = 0.3
+CALLS_IN_FLIGHT = 40
+
+pytestmark = pytest.mark.unpoisoned
 
 
-@pytest.mark.unpoisoned
+def times_of(calls: tuple[Callable[..., Any], ...], arguments: Any, count: int = 1000) -> list[list[float]]:
+    """Microseconds of each call, in turns, so that all see the same host."""
+    times: list[list[float]] = [[] for _ in calls]
+    for turn in range(count):
+        for call, column in zip(calls, times, strict=True):
+            begin = time.perf_counter_ns()
+            call(*arguments)
+            column.append((time.perf_counter_ns() - begin) / 1000)
+        if turn % (CALLS_IN_FLIGHT // len(calls)) == 0:
+            torch.cuda.synchronize()  # so that a full launch queue is not what is measured
+    return times
+
+
 @pytest.mark.parametrize("form", ("object", "tensors"))
 @pytest.mark.parametrize("s_k", (64, 8192), ids=("one_block", "split"))
-def test_host_time(s_k: int, form: str, record_property: pytest.FixtureRequest) -> None:
+def test_host_time(s_k: int, form: str, record_property: Any) -> None:
     inputs = make_dense_inputs(DenseCase(b=1, h_q=16, s_k=s_k))
-    arguments = call_arguments(inputs)
-    metadata, num_splits = rawmla.get_mla_metadata(
-        *((inputs.cache_seqlens, 16, 1) if form == "tensors" else ())
-    )
-    for _ in range(20):
-        rawmla.flash_mla_with_kvcache(*arguments, metadata, num_splits)
-    torch.cuda.synchronize()
-    times = []
-    for index in range(CALLS):
-        begin = time.perf_counter_ns()
-        rawmla.flash_mla_with_kvcache(*arguments, metadata, num_splits)
-        times.append(time.perf_counter_ns() - begin)
-        if index % CALLS_IN_FLIGHT == CALLS_IN_FLIGHT - 1:
-            torch.cuda.synchronize()  # so that a full launch queue is not what is measured
-    median = statistics.median(times) / 1000
-    fastest = min(times) / 1000
+    planned = (inputs.cache_seqlens, 16, 1) if form == "tensors" else ()
+    arguments = (*call_arguments(inputs), *rawmla.get_mla_metadata(*planned))
+    times_of((rawmla.flash_mla_with_kvcache,), arguments, 20)
+    (times,) = times_of((rawmla.flash_mla_with_kvcache,), arguments)
+    median = statistics.median(times)
     print(
-        f"\nhost time of a decode call, s_k {s_k}, {form}: median {median:.1f} us, fastest {fastest:.1f} us"
+        f"\nhost time of a decode call, s_k {s_k}, {form}: median {median:.1f}, fastest {min(times):.1f} us"
     )
     record_property("median_us", median)
     assert median < LIMIT_US
 
 
-@pytest.mark.unpoisoned
 def test_overhead(flash_mla: Any) -> None:
     """Host time of a call through the module beyond that of rawmla's own function."""
     inputs = make_dense_inputs(DenseCase(b=2, h_q=16, s_k=300))
-    plan, _ = rawmla.get_mla_metadata()
-
+    arguments = (*call_arguments(inputs), rawmla.get_mla_metadata()[0])
     calls = (flash_mla.flash_mla_with_kvcache, rawmla.flash_mla_with_kvcache)
-    arguments = (*call_arguments(inputs), plan)
-    times: tuple[list[int], list[int]] = ([], [])
-    for turn in range(4000):
-        for call, column in zip(calls, times, strict=True):  # in turns, so that both see the same host
-            start = time.perf_counter_ns()
-            call(*arguments)
-            column.append(time.perf_counter_ns() - start)
-        if turn % 20 == 19:
-            torch.cuda.synchronize()  # so that a full launch queue is not what is measured
-    through, own = (statistics.median(column) / 1000 for column in times)
+    through, own = (statistics.median(times) for times in times_of(calls, arguments, 4000))
     assert through - own < OVERHEAD_US, f"{through:.2f} us and {own:.2f} us"
+
+
+def test_question_whether_torch_traces(record_property: Any) -> None:
+    """Eager calls run the same code whether operators are registered or not, and pay for one question."""
+    inputs = make_dense_inputs(DenseCase(b=1, h_q=16, s_k=64))
+    rawmla.flash_mla_with_kvcache(*call_arguments(inputs), rawmla.get_mla_metadata()[0])
+    asked = tracing.is_traced
+    importlib.reload(importlib.import_module("rawmla.torch_ops"))
+    assert tracing.is_traced.__code__ is asked.__code__
+    names = {"tracing": tracing, "q": inputs.q}
+    times = timeit.repeat("tracing.is_traced(q)", number=2000, repeat=50, globals=names)
+    question = min(times) / 2000 * 1e6
+    print(f"\nhost time of the question whether torch traces: {question:.3f} us")
+    record_property("question_us", question)
+    assert question < QUESTION_US

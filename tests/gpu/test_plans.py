@@ -1,5 +1,6 @@
-"""Plans: both forms and layouts, plans written by somebody else, re-use. What a plan looks like is in
-test_metadata.py, configurations of objects in test_dense_plans.py and test_sparse_plans.py.
+"""Plans: both forms and layouts, plans written by somebody else, re-use.
+
+What a plan looks like is in test_metadata.py, which calls a plan refuses is in tests/test_plan_calls.py.
 """
 
 from __future__ import annotations
@@ -9,12 +10,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from gpu_support import assert_same_bits, torch
+from gpu_support import torch
 
 import rawmla
 from kit import DenseCase, SparseCase
 from kit.plans import IDLE_FORMS, LAYOUTS, write_plan
-from operations import Call, Operation, for_each, is_planned
+from operations import Call, Operation, assert_results, for_each, is_planned
 from operations.mla_decode import DENSE
 from operations.mla_sparse import for_clusters, sparse_operation
 
@@ -74,32 +75,36 @@ def run_with_plan(call: Call, rows: Any, num_splits: Any, layout: str) -> tuple[
     return call.run(tile_scheduler_metadata=metadata, num_splits=splits)
 
 
+PLANS = {
+    "one row": lambda total: [total],
+    "two rows": lambda total: [total // 2, total],
+    "a row per block": lambda total: [1] * total,
+    "more rows than blocks": lambda total: [1] * (total + 40),
+    "uneven": lambda total: random.Random(5).choices(range(1, 10), k=60),
+    "everything split at odd places": lambda total: [3, 5, 7, 11, 1, 1, 13] * 6,
+}
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("idle_form", IDLE_FORMS)
 @pytest.mark.parametrize(("operation", "case"), CASES, ids=IDS)
 def test_external_plans_and_idle_rows(operation: Operation, case: Any, idle_form: str, layout: str) -> None:
+    """Rows that are idle before, after and among the others."""
     call = operation.make(case)
     tokens = block_tokens(case)
     total = sum(-(-length // 64) for length in tokens)
-    draw = random.Random(5)
-    plans = {
-        "one row": [total],
-        "two rows": [total // 2, total],
-        "a row per block": [1] * total,
-        "more rows than blocks": [1] * (total + 40),
-        "uneven": [draw.randint(1, 9) for _ in range(60)],
-        "everything split at odd places": [3, 5, 7, 11, 1, 1, 13] * 6,
-    }
-    for name, shares in plans.items():
-        for idle_before, idle_after in ((0, 0), (1, 0), (0, 7), (3, 150)):
+    for name, shares in PLANS.items():
+        for before, after in ((0, 0), (1, 0), (3, 150)):
             rows, num_splits = write_plan(
-                tokens, shares, layout, idle_form=idle_form, idle_before=idle_before, idle_after=idle_after
+                tokens, shares(total), layout, idle_form=idle_form, idle_before=before, idle_after=after
             )
-            got = run_with_plan(call, rows, num_splits, layout)
-            try:
-                call.check(got)
-            except AssertionError as error:
-                raise AssertionError(f"{name}, {idle_before} + {idle_after} idle rows: {error}") from error
+            shuffled = torch.randperm(len(rows), generator=torch.Generator().manual_seed(1)).numpy()
+            for order in (slice(None), shuffled) if before else (slice(None),):
+                got = run_with_plan(call, rows[order], num_splits, layout)
+                try:
+                    call.check(got)
+                except AssertionError as error:
+                    raise AssertionError(f"{name}, {before} + {after} idle rows: {error}") from error
 
 
 # A request of 256 blocks and one of two.
@@ -130,15 +135,6 @@ def test_any_number_of_splits(operation: Operation, case: Any, layout: str) -> N
             raise AssertionError(f"{splits} splits: {error}") from error
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("operation", "case"), CASES, ids=IDS)
-def test_idle_rows_anywhere(operation: Operation, case: Any, layout: str) -> None:
-    call = operation.make(case)
-    rows, num_splits = write_plan(block_tokens(case), [4] * 30, layout, idle_after=30)
-    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(1)).numpy()
-    call.check(run_with_plan(call, rows[order], num_splits, layout))
-
-
 def without_lengths(case: Any) -> Any:
     """The case as a plan of tensors sees it: sparse ones without topk_length."""
     return case if isinstance(case, DenseCase) else replace(case, lengths=None, extra_lengths=None)
@@ -150,8 +146,7 @@ def test_both_forms_agree(operation: Operation, case: Any) -> None:
     call = operation.make(without_lengths(case))
     by_object, by_tensors = call.run("object"), call.run("tensors")
     call.check(by_object)
-    for name, one, other in zip(call.results, by_object, by_tensors, strict=True):
-        assert_same_bits(name, one, other)
+    assert_results("both forms", call, by_object, by_tensors)
 
 
 @pytest.mark.parametrize(("operation", "case"), CASES, ids=IDS)
@@ -169,8 +164,7 @@ def test_copied_plan(operation: Operation, case: Any) -> None:
         splits = torch.full((100,), spare, dtype=torch.int32, device="cuda")
         splits[: case.b + 1] = num_splits
         got = call.run(tile_scheduler_metadata=buffer, num_splits=splits)
-        for name, one, other in zip(call.results, got, want, strict=True):
-            assert_same_bits(name, one, other)
+        assert_results(f"spare numbers {spare}", call, got, want)
 
 
 @pytest.mark.parametrize(("operation", "case"), CASES, ids=IDS)
@@ -185,11 +179,16 @@ def test_object_is_filled_once_and_reused(operation: Operation, case: Any) -> No
     assert num_splits.shape == (case.b + 1,) and num_splits.dtype == torch.int32
     config = metadata.config
     assert (config.b, config.s_q, config.h_q, config.h_k) == (case.b, case.s_q, case.h_q, 1)
+    assert config.page_block_size == case.page_block_size
+    if not isinstance(case, DenseCase):
+        assert config.topk == case.topk and config.is_fp8_kvcache == (case.layout != "bf16")
+        assert (config.extra_page_block_size, config.extra_topk) == (
+            (case.extra_page_block_size, case.extra_topk) if case.extra_topk else (None, None)
+        )
     second = call.run(tile_scheduler_metadata=metadata)
     assert metadata.tile_scheduler_metadata is rows and metadata.num_splits is num_splits
     call.check(first)
-    for name, one, other in zip(call.results, second, first, strict=True):
-        assert_same_bits(name, one, other)
+    assert_results("again", call, second, first)
 
 
 @for_each("cases", only=is_planned)

@@ -7,15 +7,15 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from gpu_support import assert_same_bits, prefill, prefill_check, torch
+from gpu_support import assert_same_bits, prefill, prefill_check, sparse_in_batch, torch
 
 import rawmla
 from kit import SparseCase, SparseInputs, make_sparse_inputs
 from operations.mla_prefill import PREFILL_KINDS
 
-NAMES = ("out", "max_logits", "lse")
-HEADS = (8, 16, 32, 64, 128)
 TOKENS = 1100  # enough for selections to be united, and for FP8 caches to be copied to bf16 rows
+
+kinds = pytest.mark.parametrize("kind", PREFILL_KINDS.values(), ids=PREFILL_KINDS)
 
 
 def make(kind: dict[str, Any], **changes: Any) -> SparseInputs:
@@ -24,19 +24,14 @@ def make(kind: dict[str, Any], **changes: Any) -> SparseInputs:
     return make_sparse_inputs(SparseCase(**{**shape, **kind, **changes}, empty_rows=0.05))
 
 
-def of_tokens(inputs: SparseInputs, tokens: list[int]) -> SparseInputs:
-    """The call of these query tokens, in this order."""
-    rows = torch.tensor(tokens, device="cuda")
-    names = ("q", "indices", "topk_length")
-    chosen = {name: getattr(inputs, name) for name in names}
-    chosen = {name: None if array is None else array[rows] for name, array in chosen.items()}
-    case = replace(inputs.case, b=len(tokens), lengths=inputs.case.lengths and "random")
-    return replace(inputs, case=case, **chosen)
+def run(inputs: SparseInputs) -> Any:
+    """The results of a batch-invariant call."""
+    return prefill(inputs, enable_batch_invariant=True)
 
 
 def assert_bits(text: str, got: Any, want: Any, tokens: Any = slice(None)) -> None:
     """All three results have the bits that these tokens have in `want`."""
-    for name, one, wanted in zip(NAMES, got, want, strict=True):
+    for name, one, wanted in zip(("out", "max_logits", "lse"), got, want, strict=True):
         assert_same_bits(f"{name}, {text}", one, wanted[tokens])
 
 
@@ -50,25 +45,17 @@ def batches_of(b: int) -> list[list[int]]:
     return batches
 
 
-@pytest.mark.parametrize("h_q", HEADS)
-@pytest.mark.parametrize("kind", PREFILL_KINDS.values(), ids=PREFILL_KINDS)
-def test_tokens_keep_their_bits(kind: dict[str, Any], h_q: int) -> None:
-    """Whatever other tokens are in the call, and however many."""
+@kinds
+@pytest.mark.parametrize("h_q", (8, 16, 32, 64, 128))
+def test_tokens_keep_their_bits(h_q: int, kind: dict[str, Any]) -> None:
+    """Whatever other tokens are in the call. Then other tokens get other queries, indices and
+    lengths; one in seven stays, and keeps its bits.
+    """
     inputs = make(kind, h_q=h_q)
-    want = prefill(inputs, enable_batch_invariant=True)
+    want = run(inputs)
     prefill_check(inputs, want)
-    assert_bits("the same call", prefill(inputs, enable_batch_invariant=True), want)
     for tokens in batches_of(TOKENS):
-        got = prefill(of_tokens(inputs, tokens), enable_batch_invariant=True)
-        assert_bits(f"{len(tokens)} tokens", got, want, tokens)
-
-
-@pytest.mark.parametrize("h_q", HEADS)
-@pytest.mark.parametrize("kind", PREFILL_KINDS.values(), ids=PREFILL_KINDS)
-def test_neighbours_and_their_lengths_do_not_matter(kind: dict[str, Any], h_q: int) -> None:
-    """Other tokens get other queries, indices and lengths; one in seven stays, and keeps its bits."""
-    inputs = make(kind, h_q=h_q)
-    want = prefill(inputs, enable_batch_invariant=True)
+        assert_bits(f"{len(tokens)} tokens", run(sparse_in_batch(inputs, tokens)), want, tokens)
     kept = torch.arange(TOKENS, device="cuda") % 7 == 3
     others = (~kept)[:, None, None]
     for length in (0, 1, 200):
@@ -79,31 +66,29 @@ def test_neighbours_and_their_lengths_do_not_matter(kind: dict[str, Any], h_q: i
             indices=torch.where(others, inputs.indices.roll(1, dims=0), inputs.indices),
             topk_length=torch.where(kept, inputs.topk_length, rolled),
         )
-        got = prefill(changed, enable_batch_invariant=True)
-        assert_bits(f"length {length}", [x[kept] for x in got], want, kept)
+        assert_bits(f"length {length}", [x[kept] for x in run(changed)], want, kept)
 
 
-@pytest.mark.parametrize("kind", PREFILL_KINDS.values(), ids=PREFILL_KINDS)
+@kinds
 def test_without_lengths(kind: dict[str, Any]) -> None:
     """The plan of such a call may be known beforehand; long selections, of which few tokens are split."""
     inputs = make(kind, b=300, h_q=64, s_k=4000, topk=3000, lengths=None)
-    want = prefill(inputs, enable_batch_invariant=True)
+    want = run(inputs)
     prefill_check(inputs, want)
     for tokens in ([0], [299, 0, 7], list(range(132)), list(reversed(range(300)))):
-        got = prefill(of_tokens(inputs, tokens), enable_batch_invariant=True)
-        assert_bits(f"{len(tokens)} tokens", got, want, tokens)
+        assert_bits(f"{len(tokens)} tokens", run(sparse_in_batch(inputs, tokens)), want, tokens)
     limited = replace(
         inputs,
         case=replace(inputs.case, lengths="random"),
         topk_length=torch.full((300,), 3000, dtype=torch.int32, device="cuda"),
     )
-    assert_bits("lengths that say the same", prefill(limited, enable_batch_invariant=True), want)
+    assert_bits("lengths that say the same", run(limited), want)
 
 
 @pytest.mark.unpoisoned
+@kinds
 @pytest.mark.parametrize("h_q", (16, 128))
-@pytest.mark.parametrize("kind", PREFILL_KINDS.values(), ids=PREFILL_KINDS)
-def test_lengths_of_the_kernel_ahead(kind: dict[str, Any], h_q: int) -> None:
+def test_lengths_of_the_kernel_ahead(h_q: int, kind: dict[str, Any]) -> None:
     """Lengths that `convert_indices` has just counted: attention waits for them, although its plan needs no
     arrays. Where they are written there was 0 before.
     """
@@ -129,14 +114,14 @@ def test_lengths_of_the_kernel_ahead(kind: dict[str, Any], h_q: int) -> None:
     alone = compacted(torch.empty_like(inputs.indices))
     torch.cuda.synchronize()
     assert 0 < int(alone.topk_length.max()) < topk
-    want = prefill(alone, enable_batch_invariant=True)
+    want = run(alone)
     torch.cuda.synchronize()
     prefill_check(inputs, want)
 
     slots = torch.empty_like(inputs.indices)
     for _ in range(2):  # the second time the allocator has memory for all results
         torch.cuda._sleep(50_000_000)  # about 25 ms: launches wait for each other, not for the host
-        results = [prefill(compacted(slots), enable_batch_invariant=True) for _ in range(100)]
+        results = [run(compacted(slots)) for _ in range(100)]
         for number, got in enumerate(results):
             assert_bits(f"call {number}", got, want)
         del results
@@ -144,7 +129,6 @@ def test_lengths_of_the_kernel_ahead(kind: dict[str, Any], h_q: int) -> None:
 
 def test_more_tokens_than_a_plan_takes() -> None:
     inputs = make(PREFILL_KINDS["bf16"], b=40_000, h_q=8, s_k=300, topk=70)
-    want = prefill(inputs, enable_batch_invariant=True)
+    want = run(inputs)
     for tokens in (list(range(16_000, 17_000)), list(range(39_000, 40_000)), [0, 39_999]):
-        got = prefill(of_tokens(inputs, tokens), enable_batch_invariant=True)
-        assert_bits(f"{len(tokens)} tokens", got, want, tokens)
+        assert_bits(f"{len(tokens)} tokens", run(sparse_in_batch(inputs, tokens)), want, tokens)

@@ -1,113 +1,131 @@
-"""Sparse decoding at the edges: poison, invalid indices, odd shapes, huge caches. Numbers are in
-test_sparse_numbers.py.
+"""Sparse decoding and prefill at the edges: shapes, lengths, indices, poison, huge arrays.
+
+Numbers are in test_sparse_numbers.py.
 """
 
-import math
+import random
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from gpu_support import (
-    assert_same_bits,
-    sparse_check,
-    sparse_decode,
-    torch,
+from full_cases import full_unless
+from gpu_support import assert_same_bits, poison, torch, united_selections
+from sparse_kinds import (
+    BF16_512,
+    DECODE,
+    KINDS,
+    MODEL1,
+    PREFILL,
+    Kind,
+    for_kinds,
+    named,
+    slots_of,
+    valid,
 )
 
-from kit import SparseCase, SparseInputs, check_close, make_sparse_inputs, out_tolerance
+from kit import check_close, out_tolerance
 from kit.sparse import INT_MAX, INT_MIN, block_fields
 
-HEADS = (1, 2, 3, 4, 8, 9, 11, 16, 24, 32, 48, 63, 64, 66, 96, 126, 128, 192, 256)
-TOPK = (1, 63, 64, 65, 128, 133, 192, 256, 512, 1024, 2048, 2051)
-PAGES = (1, 2, 32, 53, 61, 64, 69, 256, 576)
-KINDS: tuple[tuple[str, int | None], ...] = (("v32", None), ("model1", None), ("bf16", 576), ("bf16", 512))
-
+HEADS = (1, 2, 3, 8, 9, 16, 17, 24, 32, 48, 63, 64, 65, 66, 96, 126, 128, 130, 192, 200, 256)
+TOPK = (1, 63, 64, 65, 133, 2051)
+PAGES = (1, 2, 32, 53, 61, 64, 69, 576)
 EXTRA: dict[str, Any] = {"extra_s_k": 300, "extra_topk": 133, "extra_page_block_size": 2}
+BF16_PREFILL = [kind for kind in PREFILL if not kind.fp8]
+ROWS = BF16_PREFILL[0]
+DECODE_KIND = DECODE[0]
+# Few tokens, whose work is split, and many, whose work is not.
+SIZES = ({"b": 2, "s_k": 3000, "topk": 3000}, {"b": 3, "topk": 200}, {"b": 150, "topk": 100})
+
+# (requests or tokens, tokens of the cache, topk)
+COMBINED_SIZES = (
+    (1, 4321, 4096),
+    (1, 64, 8192),
+    (4, 1521, 2048),
+    (4, 32, 384),
+    (74, 650, 576),
+    (74, 114, 64),
+    (213, 300, 100),
+    (321, 592, 128),
+    (1024, 95, 128),
+)
 
 
-def kinds(test: Any) -> Any:
-    """Parametrise a test by every kind of cache."""
-    ids = [f"{layout}{d_qk or ''}" for layout, d_qk in KINDS]
-    return pytest.mark.parametrize(("layout", "d_qk"), KINDS, ids=ids)(test)
-
-
-def named(inputs: SparseInputs) -> "torch.Tensor":
-    """Slots that a valid index of the main cache names; of a case without lengths."""
-    slots = inputs.k_cache.shape[0] * inputs.k_cache.shape[1]
-    chosen = inputs.indices[(inputs.indices >= 0) & (inputs.indices < slots)]
-    return chosen.long().unique()
-
-
-def assert_empty(got: tuple["torch.Tensor", "torch.Tensor"]) -> None:
-    """Nothing was attended: out is 0, lse +inf."""
-    out, lse = got
-    assert_same_bits("out", out, torch.zeros_like(out))
-    assert bool((lse == float("inf")).all())
+def extra_for(kind: Kind) -> dict[str, Any]:
+    """An extra cache, where the call takes one."""
+    return {} if kind.prefill else EXTRA
 
 
 # ---- shapes
 
 
-@kinds
-@pytest.mark.parametrize("h_q", HEADS)
-def test_head_counts(h_q: int, layout: str, d_qk: int | None) -> None:
-    for s_q in (1, 2):
-        inputs = make_sparse_inputs(
-            SparseCase(b=5, s_q=s_q, h_q=h_q, topk=200, layout=layout, d_qk=d_qk, sink=True, **EXTRA)
-        )
-        sparse_check(inputs, sparse_decode(inputs))
+@for_kinds()
+def test_head_counts(kind: Kind) -> None:
+    for h_q in HEADS:
+        if kind.clusters and h_q <= 64:  # they reach the kernel of another kind
+            continue
+        for size in SIZES:
+            kind.checked(kind.make(h_q=h_q, sink=True, **size))
+        kind.checked(kind.make(b=5, h_q=h_q, topk=200, sink=True, **extra_for(kind)))
 
 
-@kinds
+@for_kinds()
 @pytest.mark.parametrize("topk", TOPK)
-def test_topk_and_its_lengths(topk: int, layout: str, d_qk: int | None) -> None:
+def test_topk_and_its_lengths(topk: int, kind: Kind) -> None:
     """topk_length 0, 1, topk, anything between; negative ones count as 0, larger ones as topk."""
     lengths = (0, 1, topk, topk - 1, topk // 2, -5, INT_MIN, topk + 1, INT_MAX)
-    case = SparseCase(
-        b=9, s_q=2, h_q=16, s_k=2100, topk=topk, layout=layout, d_qk=d_qk, lengths=lengths, index_gap=7
+    shape = {"b": 9, "s_k": 2100, "topk": topk}
+    options: tuple[dict[str, Any], ...] = (
+        {"lengths": lengths},
+        {"lengths": lengths, "index_gap": 7, **extra_for(kind)},
+        {},
     )
-    for changed in (case, replace(case, lengths=None, index_gap=0), replace(case, **EXTRA)):
-        inputs = make_sparse_inputs(changed)
-        for form in ("object", "tensors"):
-            sparse_check(inputs, sparse_decode(inputs, form))
+    for option in options:
+        inputs = kind.make(**shape, **option)
+        for form in kind.forms:
+            got = kind.checked(inputs, form=form)
+            if "extra_topk" not in option and "lengths" in option:
+                kind.assert_empty(got, [0, 5, 6])
 
 
-@kinds
-@pytest.mark.parametrize("page_block_size", PAGES)
-def test_page_sizes(page_block_size: int, layout: str, d_qk: int | None) -> None:
-    """Blocks without and with space between them; an extra cache whose pages have another size."""
+@for_kinds([kind for kind in KINDS if kind.fp8 or not kind.prefill])
+@pytest.mark.parametrize("page", PAGES)
+def test_page_sizes(page: int, kind: Kind) -> None:
+    """Blocks without and with space between them, a cache of another dtype, and one whose address is a
+    multiple of 8 alone.
+    """
+    changes: dict[str, Any] = {"b": 3, "topk": 130, "page_block_size": page, "lengths": "random"}
+    if not kind.prefill:
+        changes |= {"extra_topk": 70, "extra_page_block_size": PAGES[-1] // page + 1}
     for gap in (0, 1, 3):
-        case = SparseCase(
-            b=3,
-            h_q=32,
-            topk=130,
-            page_block_size=page_block_size,
-            layout=layout,
-            d_qk=d_qk,
-            block_gap=gap,
-            extra_topk=70,
-            extra_page_block_size=PAGES[-1] // page_block_size + 1,
-        )
-        inputs = make_sparse_inputs(case)
-        sparse_check(inputs, sparse_decode(inputs))
+        inputs = kind.make(**{**changes, "block_gap": gap})
+        want = kind.checked(inputs)
+        for dtype in (torch.int8, torch.float8_e4m3fn) if kind.fp8 else ():
+            seen = replace(inputs, k_cache=inputs.k_cache.view(dtype))
+            if not kind.prefill:
+                seen = replace(seen, extra_k_cache=inputs.extra_k_cache.view(dtype))
+            kind.assert_bits(str(dtype), kind.run(seen), want)
+        if kind.fp8 and gap == 0:
+            storage = torch.full((inputs.k_cache.numel() + 8,), 0xFF, dtype=torch.uint8, device="cuda")
+            storage[8:] = inputs.k_cache.reshape(-1)
+            moved = replace(inputs, k_cache=storage[8:].view(inputs.k_cache.shape))
+            kind.assert_bits("moved", kind.run(moved), want)
 
 
-@kinds
-@pytest.mark.parametrize("s_q", (*range(1, 9), 16, 128))
-def test_query_tokens(s_q: int, layout: str, d_qk: int | None) -> None:
-    case = SparseCase(b=3, s_q=s_q, h_q=66, topk=100, layout=layout, d_qk=d_qk, empty_rows=0.2)
-    inputs = make_sparse_inputs(case)
-    for form in ("object", "tensors"):
-        sparse_check(inputs, sparse_decode(inputs, form))
+@for_kinds(DECODE)
+def test_query_tokens(kind: Kind) -> None:
+    for s_q in (*range(1, 9), 16, 128):
+        inputs = kind.make(b=3, s_q=s_q, topk=100, empty_rows=0.2)
+        for form in kind.forms:
+            kind.checked(inputs, form=form)
 
 
 @pytest.mark.parametrize("h_q", (8, 64))
 def test_65536_query_tokens_in_one_request(h_q: int) -> None:
-    """An engine's mixed batch. q has 2**31 elements and more for 64 heads; a sample of tokens is compared."""
+    """A mixed batch of an engine. With 64 heads q has more than 2**31 elements. A sample is compared."""
     tokens = 65536
-    inputs = make_sparse_inputs(SparseCase(b=1, s_q=tokens, h_q=h_q, s_k=256, topk=64, empty_rows=0.01))
+    inputs = DECODE_KIND.make(b=1, s_q=tokens, h_q=h_q, s_k=256, topk=64, empty_rows=0.01)
     assert inputs.q.numel() > 2**31 or h_q == 8
-    out, lse = sparse_decode(inputs)
+    out, lse = DECODE_KIND.run(inputs)
     draw = torch.Generator().manual_seed(0)
     sample = torch.cat([torch.arange(64), torch.randint(tokens, (4096,), generator=draw)])
     sample = torch.cat([sample, torch.arange(tokens - 64, tokens)]).cuda()
@@ -117,245 +135,279 @@ def test_65536_query_tokens_in_one_request(h_q: int) -> None:
         q=inputs.q[:, sample],
         indices=inputs.indices[:, sample],
     )
-    sparse_check(chosen, (out[:, sample], lse[:, :, sample]))
+    DECODE_KIND.check(chosen, (out[:, sample], lse[:, :, sample]))
     assert bool(out.isfinite().all()) and not bool(lse.isnan().any())
+
+
+@pytest.mark.parametrize(("tokens", "h_q", "topk"), ((70_000, 5, 130), (16_385, 64, 100), (1_000_000, 1, 33)))
+def test_more_tokens_of_prefill_than_a_plan_takes(tokens: int, h_q: int, topk: int) -> None:
+    """Tokens at the seams between plans and a sample of the others are compared."""
+    inputs = ROWS.make(
+        b=tokens, h_q=h_q, s_k=2 * topk, topk=topk, lengths="random", empty_rows=0.01, sink=True
+    )
+    got = ROWS.run(inputs)
+    seams = torch.arange(0, tokens, -(-tokens // -(-tokens // 16384)))
+    draw = torch.Generator().manual_seed(0)
+    sample = torch.cat(
+        [seams, seams - 1, torch.tensor([tokens - 1]), torch.randint(tokens, (4096,), generator=draw)]
+    )
+    sample = sample.clamp(min=0).cuda()
+    chosen = replace(
+        inputs,
+        case=replace(inputs.case, b=len(sample)),
+        q=inputs.q[sample],
+        indices=inputs.indices[sample],
+        topk_length=inputs.topk_length[sample],
+    )
+    ROWS.check(chosen, tuple(x[sample] for x in got))
+    assert bool(got[0].isfinite().all()) and not any(bool(x.isnan().any()) for x in got[1:])
+
+
+@for_kinds()
+@pytest.mark.parametrize("seed", full_unless(lambda seed: seed < 2, range(16)))
+def test_random_combinations(seed: int, kind: Kind) -> None:
+    """Sizes and options that occur together; an `out` that is given holds NaN before."""
+    draw = random.Random(seed)
+    heads = [h for h in HEADS if not kind.clusters or h > 64]
+    for number in range(24):
+        b, s_k, topk = draw.choice(COMBINED_SIZES)
+        s_q, limited, gap = (draw.choice(x) for x in ((1, 3), (0, 1), (0, 1)))
+        case: dict[str, Any] = {
+            "b": b,
+            "h_q": draw.choice(heads),
+            "s_k": s_k,
+            "topk": topk,
+            "lengths": "random" if limited else None,
+            "sink": draw.random() < 0.5,
+            "sharp": draw.random() < 0.3,
+            "empty_rows": 0.02,
+            "block_gap": gap,
+            "index_gap": gap,
+            "power_of_two_scales": True,
+            "seed": number,
+        }
+        if not kind.prefill:
+            case |= {"s_q": s_q, "page_block_size": draw.choice(PAGES)}
+        if not kind.prefill and draw.random() < 0.5:
+            case |= {**EXTRA, "extra_topk": draw.choice((33, 64, 512)), "extra_lengths": case["lengths"]}
+        inputs = kind.make(**case)
+        out = torch.full_like(inputs.q[..., :512], float("nan")) if gap else None
+        out = out[:, 0] if kind.prefill and gap else out
+        with poison(s_q == 1):  # without it, plan and attention overlap
+            got = kind.run(inputs, form=draw.choice(kind.forms), out=out)
+        kind.check(inputs, got)
 
 
 # ---- what must not be read
 
 
-@kinds
+@for_kinds()
 @pytest.mark.parametrize("poison", ("nan", "inf"))
-@pytest.mark.parametrize("page_block_size", (2, 53, 64))
-def test_poison_is_never_read(page_block_size: int, poison: str, layout: str, d_qk: int | None) -> None:
-    """Unselected slots, slot 0, the last page's tail, padding between blocks and the pad bytes of scales."""
-    case = SparseCase(
-        b=6,
-        s_q=2,
-        h_q=64,
-        s_k=333,
-        topk=150,
-        page_block_size=page_block_size,
-        layout=layout,
-        d_qk=d_qk,
-        lengths="random",
-        extra_lengths="random",
-        block_gap=2,
-        index_gap=3,
-        empty_rows=0.2,
-        poison=poison,
-        **EXTRA,
-    )
-    poisoned, clean = make_sparse_inputs(case), make_sparse_inputs(replace(case, poison="none"))
-    got, want = sparse_decode(poisoned), sparse_decode(clean)
-    sparse_check(poisoned, got)
-    assert_same_bits("out with and without poison", got[0], want[0])
-    assert_same_bits("lse with and without poison", got[1], want[1])
+def test_poison_is_never_read(poison: str, kind: Kind) -> None:
+    """Unselected slots, slot 0, the last page's tail, padding between blocks, the pad bytes of scales, and
+    indices past the length.
+    """
+    changes: dict[str, Any] = {"b": 40, "s_k": 333, "topk": 150, "lengths": "random"}
+    changes |= {"block_gap": 2, "index_gap": 3, "empty_rows": 0.2}
+    if not kind.prefill:
+        changes |= {"s_q": 2, "extra_lengths": "random", **EXTRA}
+    for page in {2, 53, 64} if not kind.prefill else {kind.cache["page_block_size"]}:
+        changes["page_block_size"] = page
+        poisoned = kind.make(poison=poison, **changes)
+        got, want = kind.checked(poisoned), kind.run(kind.make(poison="none", **changes))
+        kind.assert_bits("with and without poison", got, want)
 
 
-@kinds
-def test_slot_0(layout: str, d_qk: int | None) -> None:
+@for_kinds()
+def test_slot_0(kind: Kind) -> None:
     """Poisoned while nobody selects it, and a token like any other when somebody does."""
-    case = SparseCase(b=2, h_q=16, s_k=64, topk=64, layout=layout, d_qk=d_qk, invalid=0.0, duplicates=0.0)
     for poisoned in (True, False):
-        inputs = make_sparse_inputs(replace(case, poison_slot_0=poisoned, invalid=0.3 if poisoned else 0.0))
+        inputs = kind.make(
+            b=2, s_k=64, topk=64, duplicates=0.0, poison_slot_0=poisoned, invalid=0.3 if poisoned else 0.0
+        )
         assert bool((inputs.indices == 0).any()) != poisoned
-        sparse_check(inputs, sparse_decode(inputs))
+        kind.checked(inputs)
 
 
-@kinds
-def test_nan_in_a_selected_slot_stays_with_those_who_selected_it(layout: str, d_qk: int | None) -> None:
-    inputs = make_sparse_inputs(SparseCase(b=5, s_q=2, h_q=16, topk=90, layout=layout, d_qk=d_qk))
-    want = sparse_decode(inputs)
+@for_kinds()
+@pytest.mark.parametrize("b", (5, 200, 600))
+def test_nan_in_a_selected_slot_stays_with_those_who_selected_it(b: int, kind: Kind) -> None:
+    inputs = kind.make(b=b, s_k=1400, topk=90)
+    want = kind.run(inputs)
     slot = int(inputs.indices[1, 0][inputs.indices[1, 0] >= 0].min())
     page = inputs.case.page_block_size
-    raw = inputs.k_cache.view(torch.uint8)
-    rows, _ = block_fields(raw, inputs.case.format)
+    rows, _ = block_fields(inputs.k_cache.view(torch.uint8), inputs.case.format)
     rows[slot // page, slot % page] = 0xFF
-    touched = (inputs.indices == slot).any(dim=2)
-    out, lse = sparse_decode(inputs)
-    assert bool(out[touched].isnan().all()) and bool(lse.transpose(1, 2)[touched].isnan().all())
-    assert_same_bits("out of the others", out[~touched], want[0][~touched])
-    lse_of = [x.transpose(1, 2)[~touched] for x in (lse, want[1])]
-    assert_same_bits("lse of the others", *lse_of)
+    touched = (inputs.indices == slot).any(dim=2).flatten()
+    got, others = kind.by_token(kind.run(inputs)), [x[~touched] for x in kind.by_token(want)]
+    assert bool(touched.any()) and not bool(touched.all())
+    assert all(bool(x[touched].isnan().all()) for x in got)
+    kind.assert_bits("of the others", [x[~touched] for x in got], others)
 
 
 # ---- indices
 
 
-@kinds
-@pytest.mark.parametrize("extra", (False, True))
-def test_all_indices_invalid(extra: bool, layout: str, d_qk: int | None) -> None:
-    case = SparseCase(b=7, s_q=2, h_q=64, topk=130, layout=layout, d_qk=d_qk, sink=True)
-    inputs = make_sparse_inputs(replace(case, **EXTRA) if extra else case)
-    slots = inputs.k_cache.shape[0] * inputs.k_cache.shape[1]
-    for value in (-1, -123456, INT_MIN, slots, slots + 1, INT_MAX):
-        inputs.indices.fill_(value)
-        if extra:
-            inputs.extra_indices.fill_(-1)
-        for form in ("object", "tensors"):
-            assert_empty(sparse_decode(inputs, form))
+@for_kinds()
+def test_all_indices_invalid(kind: Kind) -> None:
+    for changes in ({"b": 7}, {"b": 200}, {"b": 7, **extra_for(kind)}):
+        inputs = kind.make(topk=330, sink=True, **changes)
+        slots = slots_of(inputs)
+        for value in (-1, -123456, INT_MIN, slots, slots + 1, INT_MAX):
+            inputs.indices.fill_(value)
+            if inputs.extra_indices is not None:
+                inputs.extra_indices.fill_(-1)
+            for form in kind.forms:
+                kind.assert_empty(kind.run(inputs, form=form))
 
 
-@kinds
-def test_rows_without_valid_indices_among_others(layout: str, d_qk: int | None) -> None:
-    case = SparseCase(b=40, s_q=3, h_q=16, topk=130, layout=layout, d_qk=d_qk, empty_rows=0.5, sink=True)
-    inputs = make_sparse_inputs(case)
-    out, lse = sparse_decode(inputs)
-    sparse_check(inputs, (out, lse))
-    slots = inputs.k_cache.shape[0] * inputs.k_cache.shape[1]
-    empty = ~((inputs.indices >= 0) & (inputs.indices < slots)).any(dim=2)
-    assert bool(empty.any()) and not bool(empty.all())
-    assert_same_bits("out of empty rows", out[empty], torch.zeros_like(out[empty]))
-    assert bool((lse.transpose(1, 2)[empty] == float("inf")).all())
+@for_kinds()
+def test_rows_without_valid_indices_among_others(kind: Kind) -> None:
+    for b in (5, 200):
+        inputs = kind.make(b=b, s_k=700, topk=330, empty_rows=0.5, sink=True)
+        empty = ~valid(inputs).any(dim=2).flatten()
+        assert bool(empty.any()) and not bool(empty.all())
+        kind.assert_empty(kind.checked(inputs), empty)
 
 
-@kinds
-@pytest.mark.parametrize("place", ("first", "last", "middle", "alternating", "first block", "last block"))
-def test_valid_indices_at_one_place_only(place: str, layout: str, d_qk: int | None) -> None:
-    """Everything else is invalid, in the same block of 64 or in others."""
-    inputs = make_sparse_inputs(SparseCase(b=3, s_q=2, h_q=32, topk=300, layout=layout, d_qk=d_qk, invalid=0))
+@for_kinds()
+def test_valid_indices_at_one_place_only(kind: Kind) -> None:
+    """Everything else is invalid, in the same block of 64 or in others; whole splits have no valid index."""
+    inputs = kind.make(b=3, topk=300, invalid=0.0)
     position = torch.arange(300, device="cuda")
-    kept = {
-        "first": position == 0,
-        "last": position == 299,
-        "middle": (position > 100) & (position < 105),
-        "alternating": position % 2 == 1,
-        "first block": position < 64,
-        "last block": position >= 256,
-    }[place]
-    slots = inputs.k_cache.shape[0] * inputs.k_cache.shape[1]
-    nowhere = torch.tensor([-1, -123456, INT_MIN, slots, INT_MAX], dtype=torch.int32, device="cuda")
-    inputs.indices = torch.where(kept, inputs.indices, nowhere[position % 5])
-    sparse_check(inputs, sparse_decode(inputs))
+    nowhere = torch.tensor([-1, -123456, INT_MIN, slots_of(inputs), INT_MAX], device="cuda")
+    for kept in (
+        position == 0,
+        position == 299,
+        (position > 100) & (position < 105),
+        position % 2 == 1,
+        position < 64,
+        position >= 256,
+    ):
+        indices = torch.where(kept, inputs.indices, nowhere.int()[position % 5])
+        kind.checked(replace(inputs, indices=indices))
 
 
-@kinds
-def test_duplicates(layout: str, d_qk: int | None) -> None:
-    """One slot for a whole row; and every slot twice, which adds ln 2 to lse and leaves out as it is."""
-    inputs = make_sparse_inputs(SparseCase(b=3, s_q=2, h_q=16, topk=128, layout=layout, d_qk=d_qk, invalid=0))
+@for_kinds()
+def test_duplicates(kind: Kind) -> None:
+    """Every slot twice adds log 2 to lse and leaves the rest as it is; one slot for a whole row."""
+    inputs = kind.make(b=3, topk=128, invalid=0.0)
     once = replace(inputs, indices=inputs.indices[..., :64].contiguous())
     twice = replace(inputs, indices=torch.cat([once.indices, once.indices.flip(-1)], dim=-1))
-    (out, lse), (twice_out, twice_lse) = sparse_decode(once), sparse_decode(twice)
-    sparse_check(twice, (twice_out, twice_lse))
-    check_close("out", twice_out, out, out_tolerance("bfloat16"))
-    assert float((twice_lse - lse - math.log(2)).abs().max()) < 1e-5
+    (out, *scores), got = kind.run(once), kind.checked(twice)
+    check_close("out", got[0], out, out_tolerance("bfloat16"))
+    assert float((got[-1] - scores[-1] - kind.log_2).abs().max()) < 1e-5
     same = replace(inputs, indices=inputs.indices[..., :1].expand(-1, -1, 128).contiguous())
-    sparse_check(same, sparse_decode(same))
+    of_one = kind.checked(same)
+    if kind.prefill:
+        assert_same_bits("max_logits", got[1], scores[0])
+        assert float((of_one[2] - of_one[1] - 7.0).abs().max()) < 1e-5
 
 
-def test_one_request_with_one_key() -> None:
-    for layout, d_qk in KINDS:
-        case = SparseCase(
-            b=1, h_q=16, s_k=1, topk=1, page_block_size=1, layout=layout, d_qk=d_qk, invalid=0.0
-        )
-        inputs = make_sparse_inputs(case)
-        for form in ("object", "tensors"):
-            sparse_check(inputs, sparse_decode(inputs, form))
+@for_kinds()
+def test_one_request_with_one_key(kind: Kind) -> None:
+    inputs = kind.make(b=1, s_k=1, topk=1, page_block_size=1, invalid=0.0)
+    for form in kind.forms:
+        kind.checked(inputs, form=form)
 
 
-@kinds
+@for_kinds()
 @pytest.mark.parametrize("b", (1, 3, 200))
-def test_every_length_zero(b: int, layout: str, d_qk: int | None) -> None:
+def test_every_length_zero(b: int, kind: Kind) -> None:
     """A batch of padding: all parts of the plan are idle but those that write zeros."""
     zeros = (0,) * b
-    case = SparseCase(b=b, s_q=2, h_q=128, topk=130, layout=layout, d_qk=d_qk, lengths=zeros, sink=True)
-    for changed in (case, replace(case, extra_lengths=zeros, **EXTRA)):
-        inputs = make_sparse_inputs(changed)
-        for form in ("object", "tensors"):
-            assert_empty(sparse_decode(inputs, form))
+    for extra in ({}, {"extra_lengths": zeros, **EXTRA} if not kind.prefill else {}):
+        inputs = kind.make(b=b, topk=130, lengths=zeros, sink=True, **extra)
+        for form in kind.forms:
+            kind.assert_empty(kind.run(inputs, form=form))
 
 
-@kinds
-def test_one_of_two_caches_is_empty(layout: str, d_qk: int | None) -> None:
-    lengths = (0, 130, 0, 1, 0)
-    others = (133, 0, 1, 0, 0)
-    case = SparseCase(
-        b=5, h_q=64, topk=130, layout=layout, d_qk=d_qk, lengths=lengths, extra_lengths=others, **EXTRA
-    )
-    inputs = make_sparse_inputs(case)
-    for form in ("object", "tensors"):
-        out, lse = sparse_decode(inputs, form)
-        sparse_check(inputs, (out, lse))
-        assert_empty((out[4], lse[4]))
+@for_kinds(DECODE)
+def test_one_of_two_caches_is_empty(kind: Kind) -> None:
+    lengths, others = (0, 130, 0, 1, 0), (133, 0, 1, 0, 0)
+    inputs = kind.make(b=5, topk=130, lengths=lengths, extra_lengths=others, **EXTRA)
+    for form in kind.forms:
+        kind.assert_empty(kind.checked(inputs, form=form), [4])
 
 
-# ---- large offsets
+# ---- tokens that share the rows of a tile
 
 
-@pytest.mark.parametrize(("layout", "d_qk"), (("v32", None), ("model1", None), ("bf16", 576)))
-def test_cache_past_2_31_bytes(layout: str, d_qk: int | None) -> None:
-    """Caches of more than 4 GiB, of which tokens everywhere are selected."""
-    case = SparseCase(b=8, s_q=2, h_q=128, s_k=930_000, topk=2048, layout=layout, d_qk=d_qk)
-    inputs = make_sparse_inputs(case)
-    nbytes = inputs.k_cache.numel() * inputs.k_cache.element_size()
-    assert nbytes > 2**32
-    assert int(named(inputs).max()) * case.format.token_bytes > 2**32 - 2**28
-    sparse_check(inputs, sparse_decode(inputs))
+@pytest.mark.parametrize("h_q", (8, 16, 32))
+@for_kinds(BF16_PREFILL)
+def test_united_selections(kind: Kind, h_q: int) -> None:
+    """Also of rows that a token selects many times, and others of its group once or not at all."""
+    for tokens, s_k, topk in ((512, 300, 100), (1025, 4700, 300), (2047, 19000, 1200)):
+        inputs = kind.make(
+            b=tokens,
+            h_q=h_q,
+            s_k=s_k,
+            topk=topk,
+            lengths="random",
+            sink=True,
+            empty_rows=0.1,
+            index_gap=3,
+        )
+        kind.assert_bits("again", kind.checked(inputs), kind.run(inputs))
+    inputs = kind.make(b=515, h_q=h_q, s_k=500, topk=150, invalid=0.0)
+    token = torch.arange(515, device="cuda")
+    inputs.indices[token % 3 == 0] = inputs.indices[token % 3 == 0][..., :1]
+    inputs.indices[token % 3 == 1, :, 70:] = inputs.indices[token % 3 == 1, :, :80]
+    kind.assert_bits("duplicates, again", kind.checked(inputs), kind.run(inputs))
 
 
-def test_block_stride_times_block_past_2_31() -> None:
-    """A block stride of 1,039,680 bytes; blocks from 2,066 on begin past 2**31 bytes."""
-    case = SparseCase(
-        b=8,
-        h_q=64,
-        s_k=66_560,
-        topk=1000,
-        page_block_size=256,
-        layout="model1",
-        block_gap=1 + 1_039_680 // 576 - -(-256 * 584 // 576),
-    )
-    inputs = make_sparse_inputs(case)
-    assert inputs.k_cache.stride(0) == 1_039_680
-    assert bool((named(inputs) // 256 >= 2066).any())
-    sparse_check(inputs, sparse_decode(inputs))
+def test_united_selections_in_chunks() -> None:
+    """Groups that scratch has no room for at once are attended one chunk after the other."""
+    inputs = ROWS.make(b=1023, h_q=16, s_k=1000, topk=190, lengths="random", sink=True)
+    with united_selections(scratch_bytes=1 << 20):
+        ROWS.checked(inputs)
 
 
 # ---- arrays
 
 
-@pytest.mark.parametrize("layout", ("v32", "model1"))
-@pytest.mark.parametrize("dtype", ("int8", "float8_e4m3fn"))
-def test_dtypes_of_the_cache(dtype: str, layout: str) -> None:
-    inputs = make_sparse_inputs(SparseCase(b=4, h_q=64, topk=200, layout=layout, block_gap=1, **EXTRA))
-    want = sparse_decode(inputs)
-    sparse_check(inputs, want)
-    kind = getattr(torch, dtype)
-    seen = replace(inputs, k_cache=inputs.k_cache.view(kind), extra_k_cache=inputs.extra_k_cache.view(kind))
-    got = sparse_decode(seen)
-    assert_same_bits("out", got[0], want[0])
-    assert_same_bits("lse", got[1], want[1])
+def test_one_row_of_indices_for_all_tokens() -> None:
+    inputs = ROWS.make(b=9, topk=133)
+    ROWS.checked(replace(inputs, indices=inputs.indices[:1].expand(9, -1, -1)))
 
 
-@pytest.mark.parametrize("layout", ("v32", "model1"))
-def test_cache_at_an_address_that_is_a_multiple_of_8(layout: str) -> None:
-    inputs = make_sparse_inputs(SparseCase(b=4, h_q=64, topk=200, page_block_size=53, layout=layout))
-    want = sparse_decode(inputs)
-    stride, count = inputs.k_cache.stride(0), inputs.k_cache.numel()
-    assert stride == 53 * inputs.k_cache.shape[3]
-    storage = torch.full((count + 8,), 0xFF, dtype=torch.uint8, device="cuda")
-    storage[8:] = inputs.k_cache.reshape(-1)
-    moved = replace(inputs, k_cache=storage[8:].view(inputs.k_cache.shape))
-    got = sparse_decode(moved)
-    sparse_check(inputs, got)
-    assert_same_bits("out", got[0], want[0])
+@pytest.mark.parametrize("stride", (0, 8, 64, 568))
+def test_rows_of_kv_that_overlap(stride: int) -> None:
+    """Windows of one long row."""
+    inputs = ROWS.make(b=5, h_q=64, s_k=300, topk=200)
+    rows = slots_of(inputs)
+    flat = torch.randn(stride * rows + 576, device="cuda").mul(0.1).bfloat16()
+    windows = replace(inputs, k_cache=flat.as_strided((rows, 1, 1, 576), (stride, stride, 576, 1)))
+    apart = replace(inputs, k_cache=windows.k_cache.contiguous())
+    ROWS.assert_bits("overlapping", ROWS.run(windows), ROWS.checked(apart))
 
 
-@pytest.mark.parametrize("what", ("cache", "extra cache"))
-def test_bf16_cache_with_a_huge_token_stride(what: str) -> None:
-    """A block of two tokens 2**32 bytes and more apart: refused, since a kernel keeps this stride in 32 bits.
+@for_kinds([kind for kind in DECODE if kind.cache is not BF16_512])
+def test_cache_past_2_31_bytes(kind: Kind) -> None:
+    """Caches of more than 4 GiB, of which tokens everywhere are selected."""
+    inputs = kind.make(b=8, s_q=2, s_k=930_000, topk=2048)
+    assert inputs.k_cache.numel() * inputs.k_cache.element_size() > 2**32
+    assert int(named(inputs).max()) * inputs.case.format.token_bytes > 2**32 - 2**28
+    kind.checked(inputs)
 
-    torch asks for all the memory in between; it is allocated and never written.
-    """
-    case = SparseCase(b=2, h_q=64, s_k=2, topk=2, page_block_size=2, layout="bf16", d_qk=512)
-    inputs = make_sparse_inputs(replace(case, extra_s_k=2, extra_topk=2, extra_page_block_size=2))
-    stride = 2**31 + 8
-    storage = torch.empty(stride + 512, dtype=torch.bfloat16, device="cuda")
-    apart = storage.as_strided((1, 2, 1, 512), (2 * stride, stride, 512, 1))
-    name = "k_cache" if what == "cache" else "extra_k_cache"
-    memory = torch.cuda.memory_allocated()
-    with pytest.raises(ValueError, match=f"^{name}: "):
-        sparse_decode(replace(inputs, **{name: apart}))
-    assert torch.cuda.memory_allocated() == memory
-    del storage, apart
-    torch.cuda.empty_cache()
+
+def test_block_stride_times_block_past_2_31() -> None:
+    """A block stride of 1,039,680 bytes; blocks from 2,066 on begin past 2**31 bytes."""
+    kind = Kind("decode_model1", 64, MODEL1)
+    gap = 1 + 1_039_680 // 576 - -(-256 * 584 // 576)
+    inputs = kind.make(b=8, s_k=66_560, topk=1000, page_block_size=256, block_gap=gap)
+    assert inputs.k_cache.stride(0) == 1_039_680
+    assert bool((named(inputs) // 256 >= 2066).any())
+    kind.checked(inputs)
+
+
+def test_kv_past_2_31_elements() -> None:
+    """Offsets are 64-bit: the last rows of 5 GiB."""
+    kind = BF16_PREFILL[1]
+    inputs = kind.make(b=7, h_q=64, s_k=800, topk=300)
+    rows = 2**31 // 512 + 1000
+    kv = torch.full((rows, 1, 1, 512), float("nan"), dtype=torch.bfloat16, device="cuda")
+    first = rows - slots_of(inputs)
+    kv[first:] = inputs.k_cache
+    moved = replace(inputs, k_cache=kv, indices=torch.where(valid(inputs), inputs.indices + first, -1))
+    kind.assert_bits("at the end", kind.run(moved), kind.checked(inputs))

@@ -1,60 +1,85 @@
-"""Sparse decoding in numbers: sinks, scales, magnitudes, sharp rows, merged parts."""
+"""Sparse decoding and prefill in numbers: sinks, scales, magnitudes, sharp rows, merged parts, logarithms."""
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from gpu_support import (
     assert_same_bits,
+    prefill,
+    prefill_reference,
     sparse_check,
     sparse_decode,
     sparse_reference,
     torch,
 )
-from test_sparse_edges import KINDS, kinds, named
+from sparse_kinds import DECODE, PREFILL, Kind, for_kinds, named, slots_of
 
-from kit import SparseCase, SparseInputs, check_close, make_sparse_inputs, out_tolerance
+import rawmla
+from kit import (
+    SparseCase,
+    SparseInputs,
+    check_close,
+    make_sparse_inputs,
+    out_tolerance,
+    prefill_lse_tolerance,
+    prefill_out_tolerance,
+)
 from kit.sparse import block_fields
 
-
-@kinds
-def test_sink_values(layout: str, d_qk: int | None) -> None:
-    """A sink never changes lse; -inf changes nothing, +inf takes everything."""
-    case = SparseCase(b=4, s_q=2, h_q=16, topk=200, layout=layout, d_qk=d_qk, empty_rows=0.2)
-    inputs = make_sparse_inputs(case)
-    want = sparse_decode(inputs)
-    sparse_check(inputs, want)
-    for value in (-math.inf, -1e30, -80.0, 0.0, 3.0, 30.0, 1e30, math.inf):
-        inputs.attn_sink = torch.full((16,), value, device="cuda")
-        out, lse = sparse_decode(inputs)
-        sparse_check(inputs, (out, lse))
-        assert_same_bits(f"lse with sink {value}", lse, want[1])
-        if value in (-math.inf, -1e30):
-            assert_same_bits(f"out with sink {value}", out, want[0])
-        if value in (1e30, math.inf):
-            assert not bool(out.any())
+SINKS = (-math.inf, -1e30, -80.0, 0.0, 3.0, 30.0, 1e30, math.inf)
+FP8_LAYOUTS = pytest.mark.parametrize("layout", ("v32", "model1"))
 
 
-@pytest.mark.parametrize("h_q", (8, 66))
-def test_sinks_of_split_requests(h_q: int) -> None:
-    """A sink counts once, however many splits a request is computed in."""
-    for layout, d_qk in KINDS:
-        case = SparseCase(b=2, h_q=h_q, s_k=4096, topk=4000, layout=layout, d_qk=d_qk, sink=True)
-        inputs = make_sparse_inputs(case)
-        sparse_check(inputs, sparse_decode(inputs))
+@for_kinds()
+def test_sink_values(kind: Kind) -> None:
+    """A sink changes `out` alone, once for all splits; -inf changes nothing, +inf takes everything."""
+    for b, topk in ((2, 3000), (4, 200), (200, 100)):
+        inputs = kind.make(b=b, s_k=3000, topk=topk, empty_rows=0.2)
+        want = kind.checked(inputs)
+        for value in SINKS:
+            inputs.attn_sink = torch.full((kind.h_q,), value, device="cuda")
+            got = kind.checked(inputs)
+            unchanged = 0 if value in (-math.inf, -1e30) else 1
+            for name, one, wanted in list(zip(kind.results, got, want, strict=True))[unchanged:]:
+                assert_same_bits(f"{name} with sink {value}", one, wanted)
+            if value in (1e30, math.inf):
+                assert not bool(got[0].any())
 
 
-def test_sink_as_a_slice_of_a_buffer() -> None:
-    inputs = make_sparse_inputs(SparseCase(b=4, h_q=8, topk=200, layout="model1", sink=True))
-    buffer = torch.full((64,), float("nan"), device="cuda")
-    buffer[:8] = inputs.attn_sink
-    want = sparse_decode(inputs)
-    got = sparse_decode(replace(inputs, attn_sink=buffer[:8]))
-    sparse_check(inputs, got)
-    assert_same_bits("out", got[0], want[0])
+@for_kinds(DECODE)
+def test_softmax_scale(kind: Kind) -> None:
+    inputs = kind.make(b=3, s_q=2, topk=200, power_of_two_scales=True)
+    for scale in (1.0, 0.5, 1e-4):
+        kind.check(inputs, kind.run(inputs, scale), kind.reference(inputs, scale))
 
 
-def _rescale(inputs: SparseInputs, scales: "torch.Tensor", codes: "torch.Tensor | None" = None) -> None:
+@for_kinds()
+def test_sharp_softmax_rows(kind: Kind) -> None:
+    """The running reference of the softmax is not the largest score."""
+    for b in (5, 200):
+        kind.checked(kind.make(b=b, s_k=3000, topk=2048, sharp=True, power_of_two_scales=True))
+
+
+@for_kinds(DECODE)
+def test_merged_parts_are_the_whole(kind: Kind) -> None:
+    """Keys dealt out to several calls, one of them without any, and merged."""
+    inputs = kind.make(b=4, s_q=2, s_k=1500, topk=1000, empty_rows=0.2)
+    for parts in (2, 8):
+        owner = torch.arange(1000, device="cuda") % parts
+        results = [
+            kind.run(replace(inputs, indices=inputs.indices.masked_fill(owner != part, -1)))
+            for part in range(parts + 1)
+        ]
+        outs, lses = (list(x) for x in zip(*results, strict=True))
+        kind.check(inputs, rawmla.merge_attn_states(outs, lses))
+
+
+# ---- scales of FP8 caches
+
+
+def rescale(inputs: SparseInputs, scales: Any, codes: Any = None) -> None:
     """Give the named tokens new float64 scales, for "model1" powers of two, and new e4m3 codes."""
     form, page = inputs.case.format, inputs.case.page_block_size
     rows, tails = block_fields(inputs.k_cache, form)
@@ -70,10 +95,11 @@ def _rescale(inputs: SparseInputs, scales: "torch.Tensor", codes: "torch.Tensor 
     rows[place] = row
 
 
-@pytest.mark.parametrize("layout", ("v32", "model1"))
-def test_every_e4m3_code_and_odd_scales(layout: str) -> None:
+@FP8_LAYOUTS
+@pytest.mark.parametrize("h_q", (16, 64))
+def test_every_e4m3_code_and_odd_scales(h_q: int, layout: str) -> None:
     """All finite codes (448, subnormals, zeros); scales far apart, not powers of two, and as good as zero."""
-    inputs = make_sparse_inputs(SparseCase(b=4, s_q=2, h_q=64, s_k=700, topk=300, layout=layout))
+    inputs = make_sparse_inputs(SparseCase(b=4, s_q=2, h_q=h_q, s_k=700, topk=300, layout=layout))
     form = inputs.case.format
     count = len(named(inputs))
     draw = torch.Generator(device="cuda").manual_seed(1)
@@ -83,17 +109,17 @@ def test_every_e4m3_code_and_odd_scales(layout: str) -> None:
     even = [2.0**-127, 2.0**-100, 2.0**-20, 2.0**-13, 2.0**-12, 2.0**-11, 2.0**-9]
     choice = torch.tensor(odd if layout == "v32" else even, dtype=torch.float64, device="cuda")
     picked = torch.randint(7, (count, form.scales), generator=draw, device="cuda")
-    _rescale(inputs, choice[picked], codes)
+    rescale(inputs, choice[picked], codes)
     sparse_check(inputs, sparse_decode(inputs))
 
 
-@pytest.mark.parametrize("layout", ("v32", "model1"))
+@FP8_LAYOUTS
 def test_scales_of_zero(layout: str) -> None:
     """Every value but the RoPE columns is 0, or as good as 0 with the least e8m0."""
     inputs = make_sparse_inputs(SparseCase(b=2, h_q=16, topk=130, layout=layout, invalid=0.0))
     least = 0.0 if layout == "v32" else 2.0**-127
     shape = (len(named(inputs)), inputs.case.format.scales)
-    _rescale(inputs, torch.full(shape, least, dtype=torch.float64, device="cuda"))
+    rescale(inputs, torch.full(shape, least, dtype=torch.float64, device="cuda"))
     out, lse = sparse_decode(inputs)
     want_out, want_lse = sparse_reference(inputs)
     values = inputs.case.format.values
@@ -102,60 +128,36 @@ def test_scales_of_zero(layout: str) -> None:
     assert float((lse - want_lse).abs().max()) < 1e-5
 
 
+def multiply(inputs: SparseInputs, exponent: int) -> None:
+    """Multiply the keys of the named tokens by a power of two, by their scales where they have some."""
+    factor, form, page = 2.0**exponent, inputs.case.format, inputs.case.page_block_size
+    slots = named(inputs)
+    place = (slots // page, slots % page)
+    rows, tails = block_fields(inputs.k_cache.view(torch.uint8), form)
+    row = rows[place]
+    rope = row[:, form.rope_offset :].contiguous().view(torch.bfloat16) * factor
+    row[:, form.rope_offset :] = rope.contiguous().view(torch.uint8)
+    if inputs.case.layout == "v32":
+        scales = row[:, form.values : form.rope_offset].contiguous().view(torch.float32) * factor
+        row[:, form.values : form.rope_offset] = scales.view(torch.uint8)
+    rows[place] = row
+    if tails is not None:
+        powers = tails[..., : form.scales]
+        powers[place] = (powers[place].int() + exponent).to(torch.uint8)
+
+
+@for_kinds(DECODE)
 @pytest.mark.parametrize("exponent", (-60, -24, 24, 60))
-@kinds
-def test_magnitude_of_the_values(layout: str, d_qk: int | None, exponent: int) -> None:
+def test_magnitude_of_the_values(exponent: int, kind: Kind) -> None:
     """Scales far beyond what float16 holds, in calls with and without split requests."""
     for b, topk in ((2, 2000), (150, 70)):
-        case = SparseCase(b=b, h_q=16, s_k=2000, topk=topk, layout=layout, d_qk=d_qk)
-        inputs = make_sparse_inputs(case)
+        inputs = kind.make(b=b, s_k=2000, topk=topk)
+        multiply(inputs, exponent)
         factor = 2.0**exponent
-        form, page = case.format, case.page_block_size
-        slots = named(inputs)
-        place = (slots // page, slots % page)
-        raw = inputs.k_cache.view(torch.uint8)
-        rows, tails = block_fields(raw, form)
-        row = rows[place]
-        rope = row[:, form.rope_offset :].contiguous().view(torch.bfloat16) * factor
-        row[:, form.rope_offset :] = rope.contiguous().view(torch.uint8)
-        if layout == "v32":
-            scales = row[:, form.values : form.rope_offset].contiguous().view(torch.float32) * factor
-            row[:, form.values : form.rope_offset] = scales.view(torch.uint8)
-        rows[place] = row
-        if tails is not None:
-            powers = tails[..., : form.scales]
-            powers[place] = (powers[place].int() + exponent).to(torch.uint8)
-        out, lse = sparse_decode(inputs, softmax_scale=case.width**-0.5 / factor)
-        scale = case.width**-0.5 / factor
-        want_out, want_lse = sparse_reference(inputs, softmax_scale=scale)
-        sparse_check(inputs, (out / factor, lse), (want_out / factor, want_lse))
-
-
-@kinds
-def test_softmax_scale(layout: str, d_qk: int | None) -> None:
-    case = SparseCase(b=3, s_q=2, h_q=16, topk=200, layout=layout, d_qk=d_qk, power_of_two_scales=True)
-    inputs = make_sparse_inputs(case)
-    for scale in (1.0, 0.5, 1e-4):
-        got = sparse_decode(inputs, softmax_scale=scale)
-        sparse_check(inputs, got, sparse_reference(inputs, softmax_scale=scale))
-
-
-@kinds
-@pytest.mark.parametrize("h_q", (16, 128))
-def test_sharp_softmax_rows(h_q: int, layout: str, d_qk: int | None) -> None:
-    case = SparseCase(
-        b=5,
-        s_q=2,
-        h_q=h_q,
-        s_k=3000,
-        topk=2048,
-        layout=layout,
-        d_qk=d_qk,
-        sharp=True,
-        power_of_two_scales=True,
-    )
-    inputs = make_sparse_inputs(case)
-    sparse_check(inputs, sparse_decode(inputs))
+        scale = inputs.case.width**-0.5 / factor
+        out, lse = kind.run(inputs, scale)
+        want_out, want_lse = kind.reference(inputs, scale)
+        kind.check(inputs, (out / factor, lse), (want_out / factor, want_lse))
 
 
 @pytest.mark.parametrize("h_q", (16, 64))
@@ -167,20 +169,16 @@ def test_scales_that_change_from_block_to_block(descending: bool, h_q: int) -> N
     """
     inputs = make_sparse_inputs(SparseCase(b=150, h_q=h_q, s_k=700, topk=640, invalid=0.0))
     inputs.q[..., inputs.case.format.values :] = 0
-    inputs = replace(inputs, indices=inputs.indices.sort(dim=-1, descending=descending).values)
-    place = torch.arange(640, device="cuda") / 640
+    inputs.indices = inputs.indices.sort(dim=-1, descending=descending).values
     exponents = torch.zeros(int(inputs.indices.max()) + 1, dtype=torch.float64, device="cuda")
-    exponents[inputs.indices.flatten().long()] = (
-        (40 * place - 60).double().expand_as(inputs.indices).flatten()
-    )
+    steps = (torch.arange(640, device="cuda") / 16 - 60).double()
+    exponents[inputs.indices.flatten().long()] = steps.expand_as(inputs.indices).flatten()
     slots = named(inputs)
     draw = torch.Generator(device="cuda").manual_seed(2)
     shape = (len(slots), inputs.case.format.scales)
     signs = torch.randint(2, shape, generator=draw, device="cuda") * 2 - 1
-    _rescale(
-        inputs,
-        signs * (1.0 + torch.rand(shape, generator=draw, device="cuda")) * exponents[slots, None].exp2(),
-    )
+    sizes = 1.0 + torch.rand(shape, generator=draw, device="cuda")
+    rescale(inputs, signs * sizes * exponents[slots, None].exp2())
     factor = 2.0**-20
     scale = inputs.case.width**-0.5 / (100 * factor)
     out, lse = sparse_decode(inputs, softmax_scale=scale)
@@ -189,23 +187,67 @@ def test_scales_that_change_from_block_to_block(descending: bool, h_q: int) -> N
     sparse_check(inputs, (out / size, lse), (want_out / size, want_lse))
 
 
-@kinds
-@pytest.mark.parametrize("parts", (2, 4, 8))
-def test_merged_parts_are_the_whole(parts: int, layout: str, d_qk: int | None) -> None:
-    """Keys dealt out to several calls, one of them without any, merged by their log-sum-exp."""
-    inputs = make_sparse_inputs(
-        SparseCase(b=4, s_q=2, h_q=16, s_k=1500, topk=1000, layout=layout, d_qk=d_qk, empty_rows=0.2)
+# ---- prefill
+
+
+@for_kinds(PREFILL)
+def test_natural_logarithms(kind: Kind) -> None:
+    for b in (2, 200):
+        inputs = kind.make(b=b, s_k=2000, topk=300, empty_rows=0.1)
+        natural, base_2 = kind.run(inputs, log_base="e"), kind.run(inputs)
+        assert_same_bits("out", natural[0], base_2[0])
+        for name, got, want in list(zip(kind.results, natural, kind.reference(inputs), strict=True))[1:]:
+            check_close(name, got, want * math.log(2.0), prefill_lse_tolerance())
+
+
+@for_kinds([kind for kind in PREFILL if not kind.clusters])
+def test_prefill_is_decoding_with_a_request_per_token(kind: Kind) -> None:
+    inputs = kind.make(b=300, h_q=16, s_k=9000, topk=200, lengths="random", sink=True)
+    out, _, lse = prefill(inputs, log_base="e")
+    want_out, want_lse = sparse_decode(inputs)
+    assert_same_bits("out", out, want_out[:, 0])
+    assert_same_bits("lse", lse, want_lse[:, :, 0])
+
+
+@pytest.mark.parametrize(("layout", "h_q"), (("v32", 64), ("model1", 16), ("model1", 130)))
+def test_fp8_rows_that_are_selected_often(layout: str, h_q: int) -> None:
+    """They are attended as the bf16 rows that dequantising gives."""
+    kind = Kind(layout, h_q, {"layout": layout, "page_block_size": 61, "block_gap": 1}, prefill=True)
+    inputs = kind.make(b=300, s_k=700, topk=200, lengths="random", sink=True)
+    rows = rawmla.dequantize_k_cache(inputs.k_cache, layout).reshape(slots_of(inputs), 1, -1)
+    want = rawmla.flash_mla_sparse_fwd(
+        inputs.q[:, 0],
+        rows,
+        inputs.indices,
+        inputs.case.width**-0.5,
+        attn_sink=inputs.attn_sink,
+        topk_length=inputs.topk_length,
     )
-    whole = sparse_decode(inputs)
-    sparse_check(inputs, whole)
-    owner = torch.arange(1000, device="cuda") % parts
-    calls = [replace(inputs, indices=inputs.indices.masked_fill(owner != part, -1)) for part in range(parts)]
-    calls.append(replace(inputs, indices=torch.full_like(inputs.indices, -1)))
-    results = [sparse_decode(call) for call in calls]
-    lses = torch.stack([lse.double() for _, lse in results])
-    lses = lses.masked_fill(lses == float("inf"), float("-inf"))  # a part without keys weighs nothing
-    lse = torch.logsumexp(lses, dim=0)
-    weights = torch.exp(lses - lse).nan_to_num(0.0).transpose(2, 3)[..., None]  # [parts, b, s_q, h_q, 1]
-    out = sum(weight * one.double() for weight, (one, _) in zip(weights, results, strict=True))
-    merged = out.bfloat16(), lse.masked_fill(lse == float("-inf"), float("inf")).float()
-    sparse_check(inputs, merged)
+    kind.assert_bits("of bf16 rows", kind.run(inputs), want)
+
+
+@for_kinds(PREFILL)
+@pytest.mark.parametrize("descending", (False, True), ids=("rising", "falling"))
+def test_scores_in_order(descending: bool, kind: Kind) -> None:
+    """The largest score is in the last block, or in the first."""
+    for b in (2, 200):
+        inputs = kind.make(b=b, s_k=700, topk=640, invalid=0.0, duplicates=0.0)
+        inputs.q = inputs.q[:1, :, :1].expand_as(inputs.q).contiguous()
+        slots = inputs.indices.unique()
+        one = replace(
+            inputs,
+            case=replace(inputs.case, b=len(slots), topk=1),
+            q=inputs.q[:1].expand(len(slots), -1, -1, -1),
+            indices=slots[:, None, None],
+        )
+        score = torch.zeros(slots_of(inputs), dtype=torch.float64, device="cuda")
+        score[slots.long()] = prefill_reference(one)[1][:, 0]
+        order = score[inputs.indices.long()].argsort(dim=2, descending=descending)
+        inputs.indices = inputs.indices.gather(2, order)
+        for scale in (None, 1.0, 4.0):
+            want = kind.reference(inputs, scale)
+            out, max_logits, lse = kind.run(inputs, scale)
+            size = 1.0 if scale is None else scale / inputs.case.width**-0.5
+            check_close("out", out, want[0], prefill_out_tolerance())
+            check_close("max_logits", max_logits, want[1], prefill_lse_tolerance(size))
+            check_close("lse", lse, want[2], prefill_lse_tolerance(size))

@@ -1,42 +1,42 @@
-"""A q in two arrays, of which the second has the RoPE columns, gives the bits of one array: in every kernel
-that reads q, in a CUDA graph, and with arrays of every framework.
+"""A q in two arrays, the second with the RoPE columns, gives the bits of one array.
+
+In every kernel that reads q, and in a CUDA graph. Which pairs are taken is in tests/test_split_q_calls.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
 import pytest
 from gpu_support import (
-    cupy,
-    forced_clusters,
     forget_prepared_calls,
     no_kernel_loaded,
     small_plans,
     torch,
     united_selections,
 )
-from test_frameworks import Producer, forms, to_cupy
 
 import rawmla
-from kit import DenseCase, SparseCase, make_dense_inputs, make_sparse_inputs
+from kit import DenseCase, SparseCase
 from operations import Call, assert_results
-from operations.mla_decode import dense_call
-from operations.mla_prefill import PREFILL_KINDS, prefill_call
-from operations.mla_sparse import sparse_call
+from operations.mla_decode import make_dense_call
+from operations.mla_prefill import PREFILL_KINDS, make_prefill_call
+from operations.mla_sparse import make_sparse_call
 from rawmla import jit
 
 Pair = tuple[Any, Any]
 
 MAKE: dict[str, Callable[[Any], Call]] = {
-    "dense": lambda case: dense_call(make_dense_inputs(case)),
-    "sparse": lambda case: sparse_call(make_sparse_inputs(case)),
-    "prefill": lambda case: prefill_call(make_sparse_inputs(case)),
+    "dense": make_dense_call,
+    "sparse": make_sparse_call,
+    "prefill": make_prefill_call,
 }
+
+
+Defines = dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -46,43 +46,51 @@ class Reads:
     operation: str
     case: Any
     kernel: str
-    defines: tuple[tuple[str, int], ...] = ()
+    defines: Defines = field(default_factory=dict)
 
     @property
     def id(self) -> str:
-        words = [self.operation, self.kernel.removeprefix("mla_"), *(f"{k}{v}" for k, v in self.defines)]
-        return "-".join([*words, self.case.id])
+        return f"{self.operation}-{self.kernel}-{self.defines}-{self.case.id}"
+
+    @property
+    def clusters(self) -> bool:
+        """Small calls do not reach the kernel for clusters by themselves."""
+        return self.kernel == CLUSTER
 
     def make(self) -> Call:
         return MAKE[self.operation](self.case)
 
-    def forced(self) -> Any:
-        """Small calls do not reach the kernel for clusters by themselves."""
-        return forced_clusters() if self.kernel == "mla_sparse_fp8_cluster" else nullcontext()
-
 
 MANY_ROWS, FEW_ROWS = "mla_dense_decode", "mla_dense_decode_few_rows"
-DENSE_SHAPES: tuple[tuple[dict[str, Any], str, tuple[tuple[str, int], ...]], ...] = (
-    ({"s_q": 2, "h_q": 8}, FEW_ROWS, ()),
-    ({"h_q": 12, "page_block_size": 16}, FEW_ROWS, ()),
-    ({"h_q": 40}, MANY_ROWS, (("CLUSTER", 1),)),
-    ({"s_q": 3, "h_q": 50}, MANY_ROWS, (("CLUSTER", 1),)),
-    ({"h_q": 128, "page_block_size": 32}, MANY_ROWS, (("CLUSTER", 1),)),
-    ({"h_q": 128}, MANY_ROWS, (("CLUSTER", 2),)),
-    ({"s_q": 2, "h_q": 120, "h_kv": 2}, MANY_ROWS, (("CLUSTER", 2),)),
+FEW_HEADS, FP8, CLUSTER, BF16 = (
+    f"mla_sparse_{name}" for name in ("fp8_few_heads", "fp8", "fp8_cluster", "bf16")
+)
+DENSE_SHAPES: tuple[tuple[dict[str, Any], str, Defines], ...] = (
+    ({"s_q": 2, "h_q": 8}, FEW_ROWS, {}),
+    ({"h_q": 12, "page_block_size": 16}, FEW_ROWS, {}),
+    ({"h_q": 40}, MANY_ROWS, {"CLUSTER": 1}),
+    ({"s_q": 3, "h_q": 50, "dtype": "float16"}, MANY_ROWS, {"CLUSTER": 1}),
+    ({"h_q": 128, "page_block_size": 32}, MANY_ROWS, {"CLUSTER": 1}),
+    ({"h_q": 128}, MANY_ROWS, {"CLUSTER": 2}),
+    ({"s_q": 2, "h_q": 120, "h_kv": 2, "dtype": "float16"}, MANY_ROWS, {"CLUSTER": 2}),
 )
 DENSE = [
     Reads(
         "dense",
-        DenseCase(b=5, s_k=700, varlen=True, causal=True, dtype=dtype, d_qk=d_qk, **shape),
+        DenseCase(b=5, s_k=700, varlen=True, causal=True, d_qk=d_qk, **shape),
         kernel,
-        (*defines, ("D_QK", d_qk)),
+        {**defines, "D_QK": d_qk},
     )
-    for dtype, d_qk, (shape, kernel, defines) in product(("bfloat16", "float16"), (576, 512), DENSE_SHAPES)
+    for d_qk, (shape, kernel, defines) in product((576, 512), DENSE_SHAPES)
 ]
-
-FEW_HEADS, FP8, CLUSTER, BF16 = (
-    f"mla_sparse_{name}" for name in ("fp8_few_heads", "fp8", "fp8_cluster", "bf16")
+SPARSE_SHAPES: tuple[tuple[dict[str, Any], tuple[int, ...], str], ...] = (
+    ({"layout": "v32"}, (9, 16), FEW_HEADS),
+    ({"layout": "v32"}, (64, 128), FP8),
+    ({"layout": "v32"}, (100, 128), CLUSTER),
+    ({"layout": "model1"}, (16, 128), FP8),
+    ({"layout": "model1"}, (100, 128), CLUSTER),
+    ({"layout": "bf16", "d_qk": 576}, (16, 64, 100), BF16),
+    ({"layout": "bf16", "d_qk": 512}, (16, 128), BF16),
 )
 SPARSE = [
     Reads(
@@ -90,26 +98,23 @@ SPARSE = [
         SparseCase(b=5, s_q=2, h_q=h_q, s_k=300, topk=200, lengths="random", sink=True, **layout),
         kernel,
     )
-    for layout, h_q, kernel in (
-        ({"layout": "v32"}, 9, FEW_HEADS),
-        ({"layout": "v32"}, 16, FEW_HEADS),
-        ({"layout": "v32"}, 64, FP8),
-        ({"layout": "v32"}, 128, FP8),
-        ({"layout": "v32"}, 100, CLUSTER),
-        ({"layout": "v32"}, 128, CLUSTER),
-        ({"layout": "model1"}, 16, FP8),
-        ({"layout": "model1"}, 64, FP8),
-        ({"layout": "model1"}, 128, FP8),
-        ({"layout": "model1"}, 100, CLUSTER),
-        ({"layout": "model1"}, 128, CLUSTER),
-        *(
-            ({"layout": "bf16", "d_qk": d_qk}, h_q, BF16)
-            for d_qk, h_q in product((576, 512), (16, 64, 100, 128))
-        ),
-    )
+    for layout, heads, kernel in SPARSE_SHAPES
+    for h_q in heads
 ]
-
-ALONE = (("GROUP_TOKENS", 1),)
+PREFILL_SHAPES: tuple[tuple[str, int, int, str, Defines], ...] = (
+    ("bf16", 9, 16, BF16, {"GROUP_TOKENS": 1}),
+    ("bf16_512", 200, 100, BF16, {"GROUP_TOKENS": 1}),
+    ("bf16", 1031, 8, BF16, {"GROUP_TOKENS": 8}),
+    ("bf16_512", 1031, 16, BF16, {"GROUP_TOKENS": 4}),
+    ("bf16", 1031, 32, BF16, {"GROUP_TOKENS": 2}),
+    ("v32", 9, 16, FEW_HEADS, {}),
+    ("v32", 9, 64, FP8, {}),
+    ("v32", 9, 128, CLUSTER, {}),
+    ("v32", 200, 100, BF16, {"GROUP_TOKENS": 1}),  # the cache is copied to bf16 rows
+    ("model1", 9, 64, FP8, {}),
+    ("model1", 9, 128, CLUSTER, {}),
+    ("model1", 1031, 16, BF16, {"GROUP_TOKENS": 4}),
+)
 PREFILL = [
     Reads(
         "prefill",
@@ -117,23 +122,7 @@ PREFILL = [
         kernel,
         defines,
     )
-    for kind, s_q, h_q, kernel, defines in (
-        *((kind, 9, 16, BF16, ALONE) for kind in ("bf16", "bf16_512")),
-        *((kind, 200, 100, BF16, ALONE) for kind in ("bf16", "bf16_512")),
-        *(
-            (kind, 1031, h_q, BF16, (("GROUP_TOKENS", 64 // h_q),))
-            for kind, h_q in product(("bf16", "bf16_512"), (8, 16, 32))
-        ),
-        ("v32", 9, 16, FEW_HEADS, ()),
-        ("v32", 9, 64, FP8, ()),
-        ("v32", 9, 128, CLUSTER, ()),
-        ("v32", 200, 100, BF16, ALONE),  # the cache is copied to bf16 rows
-        ("v32", 1031, 16, BF16, (("GROUP_TOKENS", 4),)),
-        ("model1", 9, 64, FP8, ()),
-        ("model1", 9, 128, CLUSTER, ()),
-        ("model1", 200, 100, BF16, ALONE),
-        ("model1", 1031, 16, BF16, (("GROUP_TOKENS", 4),)),
-    )
+    for kind, s_q, h_q, kernel, defines in PREFILL_SHAPES
 ]
 CASES = (*DENSE, *SPARSE, *PREFILL)
 SEVERAL = (DENSE[0], DENSE[5], SPARSE[1], SPARSE[3], SPARSE[-1], PREFILL[0])
@@ -179,35 +168,21 @@ def kernels_asked_for(monkeypatch: pytest.MonkeyPatch) -> list[jit.KernelSpec]:
 
 @pytest.mark.parametrize("reads", CASES, ids=lambda reads: reads.id)
 def test_bits_of_one_array(reads: Reads, monkeypatch: pytest.MonkeyPatch) -> None:
-    with reads.forced():
-        call = reads.make()
-        pair = split(call.arguments["q"])
-        for form in forms(call):
-            want = call.run(form)
-            call.check(want)
-            asked = kernels_asked_for(monkeypatch)
-            got = call.run(form, q=pair)
-            assert_results(f"in two arrays, {form}", call, got, want)
-            readers = [spec for spec in asked if spec.name.startswith(("mla_dense", "mla_sparse"))]
-            assert {spec.name for spec in readers} == {reads.kernel}
-            assert any(dict(reads.defines).items() <= dict(spec.defines).items() for spec in readers)
-
-
-@pytest.mark.parametrize("reads", SEVERAL, ids=lambda reads: reads.id)
-def test_either_array_may_be_packed(reads: Reads) -> None:
-    """Or both be slices of one, which is what a whole q is."""
     call = reads.make()
-    q = call.arguments["q"]
-    want = call.run()
-    nope, rope = split(q)
-    for first, second in (
-        (nope.contiguous(), rope),
-        (nope, rope.contiguous()),
-        (nope.contiguous(), rope.contiguous()),
-        (q[..., :-64], q[..., -64:]),
-        (q[..., :-64], rope),
-    ):
-        assert_results(f"{first.stride()} and {second.stride()}", call, call.run(q=(first, second)), want)
+    pair = split(call.arguments["q"])
+    for form in call.forms():
+        want = call.run(form)
+        call.check(want)
+        asked = kernels_asked_for(monkeypatch)
+        got = call.run(form, q=pair)
+        assert_results(f"in two arrays, {form}", call, got, want)
+        readers = [spec for spec in asked if spec.name.startswith(("mla_dense", "mla_sparse"))]
+        assert {spec.name for spec in readers} == {reads.kernel}
+        assert any(reads.defines.items() <= dict(spec.defines).items() for spec in readers)
+    nope, rope = pair
+    for first, second in ((nope.contiguous(), rope.contiguous()), (call.arguments["q"][..., :-64], rope)):
+        got = call.run(q=(first, second))
+        assert_results(f"{first.stride()} and {second.stride()}", call, got, call.run())
 
 
 @pytest.mark.parametrize("kind", PREFILL_KINDS)
@@ -216,7 +191,7 @@ def test_chunks_of_prefill(kind: str) -> None:
     case = SparseCase(b=103, h_q=16, s_k=300, topk=133, lengths="random", **PREFILL_KINDS[kind])
     for text, chunks in (("tokens", small_plans(40)), ("groups", united_selections(1 << 16, tokens=1))):
         with chunks:
-            call = prefill_call(make_sparse_inputs(case))
+            call = make_prefill_call(case)
             want = call.run()
             call.check(want)
             got = call.run(q=split(call.arguments["q"]))
@@ -245,50 +220,3 @@ def test_in_a_graph_after_warmup_call(reads: Reads) -> None:
             assert_results(f"times {factor}", call, got, call.run())
         graph.reset()
         torch.cuda.synchronize()
-
-
-@pytest.mark.parametrize("reads", SEVERAL, ids=lambda reads: reads.id)
-def test_frameworks(reads: Reads) -> None:
-    """CuPy arrays, arrays of a library that has DLPack alone, and one array each of torch and CuPy: results
-    are of the framework of the first.
-    """
-    call = reads.make()
-    want = call.run()
-    pair = split(call.arguments["q"])
-    torch.cuda.synchronize()
-    for text, change in (("CuPy", to_cupy), ("DLPack", Producer)):
-        got = call.mapped(change).run(q=tuple([change(x) for x in pair]))
-        assert all(isinstance(x, cupy.ndarray) for x in got)
-        cupy.cuda.get_current_stream().synchronize()
-        assert_results(text, call, tuple(torch.from_dlpack(x) for x in got), want)
-    got = call.run(q=(pair[0], to_cupy(pair[1])))
-    assert all(isinstance(x, torch.Tensor) for x in got)
-    assert_results("torch and CuPy", call, got, want)
-
-
-@pytest.mark.parametrize("reads", SEVERAL, ids=lambda reads: reads.id)
-def test_arrays_that_kernels_cannot_walk(reads: Reads) -> None:
-    """One array would be copied; a pair is there to save copies."""
-    call = reads.make()
-    nope, rope = split(call.arguments["q"])
-    odd = torch.empty((*rope.shape[:-1], 65), dtype=rope.dtype, device=rope.device)[..., :64]
-    for pair, name in (
-        ((nope, odd), "q_rope"),
-        ((nope, rope[:1].expand_as(rope)), "q_rope"),
-        ((nope[:1].expand_as(nope), rope), "q"),
-    ):
-        with pytest.raises(ValueError, match=rf"^{name}: expected, in a pair, a 16-byte aligned address"):
-            call.run(q=pair)
-
-
-def test_one_token_and_one_head() -> None:
-    """Dimensions of size 1 may have any stride."""
-    case = replace(SPARSE[0].case, b=1, s_q=1, h_q=1, lengths=None)
-    for make, one in ((sparse_call, case), (prefill_call, replace(case, shared=True))):
-        call = make(make_sparse_inputs(one))
-        want = call.run()
-        call.check(want)
-        pair = [
-            x.contiguous().as_strided(x.shape, (*[3] * (x.ndim - 1), 1)) for x in split(call.arguments["q"])
-        ]
-        assert_results("any stride", call, call.run(q=tuple(pair)), want)
