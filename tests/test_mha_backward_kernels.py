@@ -144,7 +144,7 @@ def test_columns_of_the_sums_of_dq() -> None:
 
 def test_segments_on_a_gpu_meet_every_form() -> None:
     """What a test among the GPU tests says of their cases, which needs no GPU."""
-    from test_mha_backward_varlen import test_forms_of_the_cases
+    from test_mha_varlen import test_forms_of_the_cases
 
     test_forms_of_the_cases()
 

@@ -1,5 +1,5 @@
-"""Gradients of flex attention through autograd: held against the float64 reference, the plain backward
-function and torch's flex_attention; in part, twice, checkpointed, on streams, in graphs, under torch.compile.
+"""What flex attention has beyond dense attention in autograd: captures, lists by columns, and gradients
+as exact as those of torch's flex_attention. The rest is in test_autograd.py.
 """
 
 from __future__ import annotations
@@ -9,134 +9,21 @@ from typing import Any
 
 import flex_page
 import pytest
-from flex_backward_calls import (
-    BackwardInputs,
-    assert_same_gradients,
-    backward_of,
-    check_backward,
-)
-from gpu_support import assert_same_bits, no_kernel_loaded, torch
-from test_frameworks import DELAY_CYCLES
-from test_graphs import capture
+from gpu_support import assert_same_bits, torch
+from test_autograd import BIASED, assert_same, compiled, quiet, step_of
 
 import rawmla
-from kit.flex import FlexCase, FlexInputs
-from kit.flex_backward import (
-    FlexGradients,
-    captured_tensors,
-    make_flex_backward_inputs,
-    make_flex_gradients,
-)
-
-SHAPE: dict[str, Any] = {"b": 2, "h_kv": 2, "s_q": 200, "s_k": 277}
-CASES = (
-    FlexCase(**SHAPE, score="alibi table", mask="documents"),
-    FlexCase(**SHAPE, score="bias b h q k", mask="window", d_qk=128, layout="slice", dtype="float16"),
-    FlexCase(**SHAPE, score="scalar", mask="causal", layout="tokens"),
-    FlexCase(**SHAPE, score="distance"),
-    FlexCase(**{**SHAPE, "b": 3}, b_kv=1, mask="random", d_v=33),
-    FlexCase(**SHAPE, score="softcap", mask="lower half", block=(64, 64)),
-)
-BIASED = CASES[0]
-cases = pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-forms = pytest.mark.parametrize("form", ("python", "cuda"))
-compiled = pytest.mark.usefixtures("_nothing_compiled")
-quiet = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own
-ARRAYS = ("q", "k", "v")
-
-
-def leaves_of(inputs: FlexInputs, needs: tuple[str, ...] | None = None) -> dict[str, Any]:
-    """The tensors of a call that have gradients; those of `needs`, None: all, require grad from now on."""
-    leaves = {**{name: getattr(inputs, name) for name in ARRAYS}, **captured_tensors(inputs)}
-    return {name: x.requires_grad_(needs is None or name in needs) for name, x in leaves.items()}
-
-
-def attend(inputs: FlexInputs, form: str = "python", **more: Any) -> Any:
-    keywords = {**inputs.keywords(form), "return_lse": True, **more}
-    return rawmla.flex_attention(inputs.q, inputs.k, inputs.v, **keywords)
-
-
-def differentiate(
-    inputs: FlexInputs, leaves: dict[str, Any], gradients: FlexGradients, of: str = "both", **more: Any
-) -> tuple[tuple[Any, Any], dict[str, Any]]:
-    """out and lse, and the gradients of the leaves that require grad."""
-    out, lse = attend(inputs, **more)
-    used = {"out": [(out, gradients.dout)], "lse": [(lse, gradients.dlse)]}
-    pairs = [*used["out"], *used["lse"]] if of == "both" else used[of]
-    wanted = [name for name, x in leaves.items() if x.requires_grad]
-    grads = torch.autograd.grad(
-        [x for x, _ in pairs], [leaves[name] for name in wanted], [dx for _, dx in pairs], retain_graph=False
-    )
-    return (out.detach(), lse.detach()), dict(zip(wanted, grads, strict=True))
-
-
-def in_parts(grads: dict[str, Any]) -> tuple[Any, Any, Any, dict[str, Any]]:
-    """dq, dk, dv, and by name the others, as the plain function gives them."""
-    others = {name: x for name, x in grads.items() if name not in ARRAYS}
-    return grads["q"], grads["k"], grads["v"], others
-
-
-@forms
-@pytest.mark.parametrize("of", ("out", "lse", "both"))
-@cases
-def test_gradients(case: FlexCase, of: str, form: str) -> None:
-    """Those of the reference and, in a fixed order, the bits of the plain function."""
-    inputs = make_flex_backward_inputs(case)
-    gradients = make_flex_gradients(inputs, of)
-    results, grads = differentiate(inputs, leaves_of(inputs), gradients, of, form=form, deterministic=True)
-    call = BackwardInputs(inputs, gradients, results)
-    got = in_parts(grads)
-    check_backward(call, got)
-    with torch.no_grad():
-        assert_same_gradients(got, backward_of(call, form, deterministic=True), all_of_them=True)
-
-
-@cases
-def test_results_with_a_graph_are_those_without(case: FlexCase) -> None:
-    inputs = make_flex_backward_inputs(case)
-    leaves_of(inputs)
-    with torch.no_grad():
-        want = attend(inputs)
-    got = attend(inputs)
-    assert all(x.requires_grad for x in got) and not any(x.requires_grad for x in want)
-    assert [x.stride() for x in got] == [x.stride() for x in want]
-    for name, one, other in zip(("out", "lse"), got, want, strict=True):
-        assert_same_bits(name, one.detach(), other)
-    request = rawmla.AuxRequest(lse=True, max_scores=True)
-    _, aux = attend(inputs, return_lse=False, return_aux=request)
-    assert aux.lse.requires_grad and not aux.max_scores.requires_grad
-
-
-@pytest.mark.parametrize(
-    "needs",
-    (("q",), ("k",), ("v",), ("bias",), ("q", "k"), ("q", "v"), ("k", "v"), ("k", "bias")),
-    ids="+".join,
-)
-@pytest.mark.parametrize("dims", ((128, 128), (64, 64), (192, 128), (256, 256)), ids=str)
-def test_gradients_of_some(dims: tuple[int, int], needs: tuple[str, ...]) -> None:
-    """The same bits, whichever others are wanted."""
-    inputs = make_flex_backward_inputs(replace(CASES[1], d_qk=dims[0], d_v=dims[1]))
-    gradients = make_flex_gradients(inputs, "both")
-    _, every = differentiate(inputs, leaves_of(inputs), gradients, deterministic=True)
-    _, some = differentiate(inputs, leaves_of(inputs, needs), gradients, deterministic=True)
-    assert set(some) == set(needs)
-    for name, one in some.items():
-        assert_same_bits(name, one, every[name])
 
 
 def test_lists_by_columns_are_made_in_the_backward() -> None:
     """The same bits as with a mask that came with them."""
-    inputs = make_flex_backward_inputs(BIASED)
-    leaves, gradients = leaves_of(inputs), make_flex_gradients(inputs, "both")
-    _, want = differentiate(inputs, leaves, gradients, deterministic=True)
-    mask = inputs.block_mask
-    assert mask is not None
+    step = step_of(BIASED)
+    _, want = step.differentiate()
+    mask = step.inputs.block_mask
     by_rows = rawmla.BlockMask(
         *mask.as_tuple(flatten=False)[:5], BLOCK_SIZE=mask.BLOCK_SIZE, mask_mod=mask.mask_mod
     )
-    _, got = differentiate(inputs, leaves, gradients, deterministic=True, block_mask=by_rows)
-    for name, one in got.items():
-        assert_same_bits(name, one, want[name])
+    assert_same(step.differentiate(block_mask=by_rows)[1], want)
 
 
 def test_a_result_that_does_not_depend_on_the_score() -> None:
@@ -210,58 +97,8 @@ def test_a_derivative_of_ones_own() -> None:
 
     got = gradients(lambda s, b, h, i, j: Twice.apply(s))
     want = gradients(lambda s, b, h, i, j: 2 * s)
-    for name, one, other, factor in zip(ARRAYS, got, want, (1.5, 1.5, 1.0), strict=True):
+    for name, one, other, factor in zip("qkv", got, want, (1.5, 1.5, 1.0), strict=True):
         assert relative_error(one, factor * other.double()) < 2.0**-10, name
-
-
-def test_gradients_with_strides_of_zero() -> None:
-    """What a sum gives as the gradient of out is a number that is broadcast."""
-    inputs = make_flex_backward_inputs(BIASED)
-    leaves = leaves_of(inputs)
-    out, lse = attend(inputs)
-    grads = dict(zip(leaves, torch.autograd.grad(out.sum(), list(leaves.values())), strict=True))
-    gradients = FlexGradients(torch.ones_like(out), None)
-    check_backward(BackwardInputs(inputs, gradients, (out.detach(), lse.detach())), in_parts(grads))
-
-
-def test_backward_twice_and_accumulated() -> None:
-    inputs = make_flex_backward_inputs(BIASED)
-    leaves = leaves_of(inputs)
-    out, _ = attend(inputs, deterministic=True)
-    dout = make_flex_gradients(inputs).dout
-    out.backward(dout, retain_graph=True)
-    first = {name: x.grad.clone() for name, x in leaves.items()}
-    out.backward(dout)
-    for name, x in leaves.items():
-        assert_same_bits(name, x.grad, first[name] * 2)
-    with pytest.raises(RuntimeError, match="second time"):
-        out.backward(dout)
-
-
-@pytest.mark.parametrize("reentrant", (False, True))
-def test_checkpointed(reentrant: bool) -> None:
-    """The forward is computed again in the backward pass: the same bits."""
-    from torch.utils.checkpoint import checkpoint
-
-    inputs = make_flex_backward_inputs(BIASED)
-    gradients = make_flex_gradients(inputs)
-    leaves = leaves_of(inputs)
-    _, want = differentiate(inputs, leaves, gradients, "out", deterministic=True)
-
-    def layer(q: Any, k: Any, v: Any) -> Any:
-        return attend(replace(inputs, q=q, k=k, v=v), deterministic=True)[0]
-
-    checkpoint(layer, *[leaves[name] for name in ARRAYS], use_reentrant=reentrant).backward(gradients.dout)
-    for name, x in leaves.items():
-        assert_same_bits(name, x.grad, want[name])
-
-
-@pytest.mark.parametrize("context", ("no_grad", "inference_mode"))
-def test_without_grad(context: str) -> None:
-    inputs = make_flex_backward_inputs(BIASED)
-    leaves_of(inputs)
-    with getattr(torch, context)():
-        assert not any(x.requires_grad for x in attend(inputs))
 
 
 def test_functions_are_those_of_the_forward_call() -> None:
@@ -318,7 +155,11 @@ LEARNED: dict[str, Any] = {  # their shapes
     "slopes": lambda heads, tokens: (heads,),
     "rows": lambda heads, tokens: (heads, tokens),
 }
+
+
 WITHOUT = ("plain", "square", "silu", "softcap", "trigonometric")
+
+
 in_eager = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 
 
@@ -443,128 +284,22 @@ def test_example_of_the_page(name: str) -> None:
 # ---- what raises
 
 
-def test_second_derivative() -> None:
-    inputs = make_flex_backward_inputs(BIASED)
-    leaves = leaves_of(inputs)
-    out, _ = attend(inputs)
-    (dk,) = torch.autograd.grad(out.sum(), leaves["k"], create_graph=True)
-    with pytest.raises(NotImplementedError, match="^flex attention has no second derivative"):
-        dk.float().sum().backward()
-
-
-@pytest.mark.parametrize("name", ("q", "k", "v", "slopes", "q_indices", "q_num_blocks", "out"))
-def test_changes_in_place_are_found(name: str) -> None:
-    inputs = make_flex_backward_inputs(BIASED)
-    leaves = leaves_of(inputs)
-    out, _ = attend(inputs)
-    with torch.no_grad():
-        {**leaves, **vars(inputs.block_mask), "out": out}[name].mul_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        out.sum().backward()
-
-
 def test_refused_in_the_forward_call() -> None:
-    inputs = make_flex_backward_inputs(BIASED)
-    leaves_of(inputs)
+    step = step_of(BIASED)
     number = torch.ones((), requires_grad=True)
     for changes, text in (
-        ({"out": torch.empty_like(inputs.q)}, "^out: expected None where a gradient is needed"),
+        ({"out": torch.empty_like(step.inputs.q)}, "^out: expected None where a gradient is needed"),
         ({"score_mod": "score * 2"}, "^score_mod: expected a CudaMod with grad"),
         ({"score_mod": lambda s, b, h, q, k: s * number}, "got a number on the CPU"),
     ):
         with pytest.raises(ValueError, match=text):
-            attend(inputs, **changes)
-    eight = replace(inputs, k=inputs.k.detach().to(torch.float8_e4m3fn))
+            step.attend(**changes)
+    key = step.leaves["k"].detach().to(torch.float8_e4m3fn)
     with pytest.raises(ValueError, match="^key: expected the dtype of query where a gradient is needed"):
-        attend(eight)
-
-
-# ---- streams and graphs
-
-
-def test_on_a_side_stream() -> None:
-    """The backward pass runs on the stream of the forward, and waits for nothing else."""
-    inputs = make_flex_backward_inputs(BIASED)
-    gradients = make_flex_gradients(inputs, "both")
-    leaves = leaves_of(inputs)
-    _, want = differentiate(inputs, leaves, gradients, deterministic=True)
-    stream = torch.cuda.Stream()
-    torch.cuda.synchronize()
-    with torch.cuda.stream(stream):
-        for _ in range(2):  # so that the allocator holds memory for the stream
-            differentiate(inputs, leaves, gradients, deterministic=True)
-        torch.cuda._sleep(DELAY_CYCLES)
-        _, got = differentiate(inputs, leaves, gradients, deterministic=True)
-        assert not stream.query(), "the call waited for the device"
-    stream.synchronize()
-    assert_same_gradients(in_parts(got), in_parts(want), all_of_them=True)
-
-
-@cases
-def test_in_a_graph(case: FlexCase) -> None:
-    """Forward and backward are captured once; replays follow arrays that change in place."""
-    inputs = make_flex_backward_inputs(replace(case, gap=0.0))
-    gradients = make_flex_gradients(inputs, "both")
-    leaves = leaves_of(inputs)
-    side = torch.cuda.Stream()  # as torch wants it ahead of a capture of a backward pass
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        differentiate(inputs, leaves, gradients)
-    torch.cuda.current_stream().wait_stream(side)
-    graph, (results, grads) = capture(lambda: differentiate(inputs, leaves, gradients))
-    for _ in range(3):
-        graph.replay()
-        check_backward(BackwardInputs(inputs, gradients, results), in_parts(grads))
-        with torch.no_grad():
-            for x in leaves.values():
-                x.mul_(0.75)
-
-
-@cases
-def test_warmup_call_loads_what_a_graph_needs(case: FlexCase) -> None:
-    """Forward and backward, of tensors that require grad; nothing is enqueued or allocated."""
-    inputs = make_flex_backward_inputs(case)
-    gradients = make_flex_gradients(inputs, "both")
-    leaves = leaves_of(inputs)
-    _, want = differentiate(inputs, leaves, gradients, deterministic=True)
-    keywords = {**inputs.keywords(), "return_lse": True, "deterministic": True}
-    torch.cuda.synchronize()
-    with no_kernel_loaded():
-        before = torch.cuda.memory_stats()["allocation.all.allocated"]
-        rawmla.warmup_call(
-            rawmla.flex_attention, inputs.q, inputs.k, inputs.v, **keywords, backward=True
-        )  # fmt: skip
-        assert torch.cuda.current_stream().query()
-        assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
-        graph, (_, got) = capture(lambda: differentiate(inputs, leaves, gradients, deterministic=True))
-        graph.replay()
-        assert_same_gradients(in_parts(got), in_parts(want), all_of_them=True)
-        torch.cuda.synchronize()  # before the kernels are let go of
+        replace(step, leaves={**step.leaves, "k": key}).attend()
 
 
 # ---- torch.compile
-
-
-@quiet
-@compiled
-@pytest.mark.parametrize("backend", ("inductor", "aot_eager"))
-@cases
-def test_compiled(case: FlexCase, backend: str) -> None:
-    """Gradients of a compiled step go through the call, from the graph behind it to the one before it."""
-    inputs = make_flex_backward_inputs(case)
-    gradients = make_flex_gradients(inputs, "both")
-    leaves = leaves_of(inputs)
-
-    def step(q: Any, k: Any, v: Any) -> Any:
-        out, lse = attend(replace(inputs, q=q * 0.5, k=k, v=v), deterministic=True)
-        return out * 2, lse * 2
-
-    found = []
-    for function in (step, torch.compile(step, backend=backend)):
-        results = function(*[leaves[name] for name in ARRAYS])
-        found.append(torch.autograd.grad(results, list(leaves.values()), (gradients.dout, gradients.dlse)))
-    for name, want, got in zip(leaves, *found, strict=True):
-        assert_same_bits(name, got, want)
 
 
 @quiet

@@ -1,4 +1,8 @@
-"""Flex attention at the borders of what it takes: lists, blocks, lengths, layouts, numbers."""
+"""Flex attention at the borders of what it takes, forward and backward: lists, blocks, lengths, numbers.
+
+Layouts and sizes of arrays are in test_attention_arrays.py. In the backward the lists by columns say what is
+attended. Those by rows, which the forward and the reference read, say the same in another order.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +11,12 @@ from math import inf, nan
 from typing import Any
 
 import pytest
-from flex_calls import assert_same_results, assert_untouched_around, attend, created_mask, out_buffer
 from gpu_support import assert_same_bits, torch
 
 import rawmla
 from kit.flex import (
     MASKS,
     FlexCase,
-    FlexInputs,
     Function,
     block_mask_of,
     check_flex,
@@ -22,41 +24,68 @@ from kit.flex import (
     reference,
     with_mask_mod,
 )
+from kit.flex_backward import captured_tensors
+from operations.core import LISTS
+from operations.flex import assert_same_results, attend, created_mask
+from operations.flex_backward import (
+    BackwardInputs,
+    assert_same_gradients,
+    backward_inputs,
+    backward_of,
+    check_backward,
+)
 
 GARBAGE = 2**31 - 1
 BLOCKS = ((16, 16), (32, 32), (96, 96), (128, 128), (256, 256), (128, 256), (256, 128), (32, 64))
-LISTS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+IN_ORDER: dict[str, Any] = {"deterministic": True}
+orders = pytest.mark.parametrize("options", ({}, IN_ORDER), ids=("any order", "fixed order"))
+forms = pytest.mark.parametrize("form", ("python", "cuda"))
 
 
-def with_lists(inputs: FlexInputs, **lists: Any) -> FlexInputs:
+def with_lists(call: BackwardInputs, **lists: Any) -> BackwardInputs:
     """The call with other lists."""
-    assert inputs.block_mask is not None
-    changed = with_mask_mod(inputs.block_mask, inputs.block_mask.mask_mod)
+    assert call.inputs.block_mask is not None
+    changed = with_mask_mod(call.inputs.block_mask, call.inputs.block_mask.mask_mod)
     for name, value in lists.items():
         setattr(changed, name, value)
-    return replace(inputs, block_mask=changed)
+    return replace(call, inputs=replace(call.inputs, block_mask=changed))
 
 
-def given_lists(case: FlexCase, batches: int, heads: int, kinds: tuple[int, ...] = (1, 2)) -> FlexInputs:
-    """Lists at random, which do not agree with the mask, in no order and with garbage behind their ends.
+def check_both(call: BackwardInputs, form: str = "python", **mask: Any) -> None:
+    """The results, and the gradients in any order and in a fixed one; `mask`: another block mask."""
+    check_flex(call.inputs, attend(call.inputs, form, max_scores=True, **mask))
+    for options in ({}, IN_ORDER):
+        check_backward(call, backward_of(call, form, **mask, **options))
+
+
+def in_no_order(listed: Any) -> tuple[Any, Any]:
+    """Counts and lists of what is marked in rows, with garbage behind their ends."""
+    counts = listed.sum(-1, dtype=torch.int32)
+    draw = torch.Generator("cuda").manual_seed(1)
+    order = (torch.rand(listed.shape, generator=draw, device="cuda") - 2.0 * listed).argsort(-1).int()
+    behind = torch.arange(listed.shape[-1], device="cuda") >= counts[..., None]
+    return counts, order.masked_fill(behind, GARBAGE)
+
+
+def given_lists(case: FlexCase, batches: int, heads: int, kinds: tuple[int, ...] = (1, 2)) -> BackwardInputs:
+    """A call with lists at random by rows and by columns, which do not agree with the mask.
 
     `kinds`: which lists may have entries: 1, of partial blocks, and 2, of full ones.
     """
     inputs = make_flex_inputs(case)
+    for tensor in captured_tensors(inputs).values():
+        tensor.requires_grad_()
     mask = MASKS["random"](case.sizes("cuda"))
     draw = torch.Generator("cuda").manual_seed(case.seed)
     rows, columns = (-(-n // size) for n, size in zip((case.s_q, case.s_k), case.block, strict=True))
-    shape = (batches, heads, rows, columns)
-    states = torch.randint(0, 3, shape, generator=draw, device="cuda")
+    states = torch.randint(0, 3, (batches, heads, rows, columns), generator=draw, device="cuda")
     lists: list[Any] = []
-    for kind in (1, 2):
-        listed = (states == kind) & (kind in kinds)
-        counts = listed.sum(-1, dtype=torch.int32)
-        order = (torch.rand(shape, generator=draw, device="cuda") - 2.0 * listed).argsort(-1).int()
-        behind = torch.arange(columns, device="cuda") >= counts[..., None]
-        lists += [counts, order.masked_fill(behind, GARBAGE)]
-    parts = [(case.s_q, case.s_k), *lists, None, None, None, None, case.block, mask.python]
-    return replace(inputs, mask=mask, block_mask=rawmla.BlockMask(*parts))
+    for by_rows in (True, False):
+        for kind in (1, 2):
+            listed = (states == kind) & (kind in kinds)
+            lists += in_no_order(listed if by_rows else listed.mT)
+    block_mask = rawmla.BlockMask((case.s_q, case.s_k), *lists, case.block, mask.python)
+    return backward_inputs(case, "both", replace(inputs, mask=mask, block_mask=block_mask))
 
 
 # ---- lists
@@ -66,11 +95,9 @@ def given_lists(case: FlexCase, batches: int, heads: int, kinds: tuple[int, ...]
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
 def test_lists_are_obeyed(block: tuple[int, int], kinds: tuple[int, ...]) -> None:
     """What is in no list is not attended, and the mask is asked in partial blocks alone."""
-    for s_q, s_k in ((300, 1000), (1025, 277), (40, 50)):
-        case = FlexCase(s_q=s_q, s_k=s_k, h_kv=2, block=block, seed=s_q)
-        inputs = given_lists(case, 2, 4, kinds)
-        for form in ("python", "cuda"):
-            check_flex(inputs, attend(inputs, form, max_scores=True))
+    for s_q, s_k, form in ((300, 1000, "python"), (1025, 277, "cuda"), (40, 50, "python")):
+        case = FlexCase(s_q=s_q, s_k=s_k, h_kv=2, block=block, seed=s_q, score="head scale")
+        check_both(given_lists(case, 2, 4, kinds), form)
 
 
 @pytest.mark.parametrize("block", ((32, 32), (128, 128)), ids=str)
@@ -78,106 +105,115 @@ def test_lists_are_obeyed(block: tuple[int, int], kinds: tuple[int, ...]) -> Non
     ("batches", "heads"), ((1, 1), (1, 3), (2, 1), (2, 2), (4, 6), (1, 6), (4, 1)), ids=str
 )
 def test_lists_of_fewer_requests_and_heads(batches: int, heads: int, block: tuple[int, int]) -> None:
-    """Batch and head are taken modulo those of the lists."""
-    case = FlexCase(b=4, h_q=6, h_kv=3, s_q=200, s_k=500, block=block)
-    inputs = given_lists(case, batches, heads)
-    check_flex(inputs, attend(inputs))
+    """Batch and head are taken modulo those of the lists; keys that all requests share too."""
+    for b_kv in (0, 1):
+        case = FlexCase(b=4, b_kv=b_kv, h_q=6, h_kv=3, s_q=200, s_k=500, block=block, score="head scale")
+        check_both(given_lists(case, batches, heads))
 
 
-@pytest.mark.parametrize("block", ((64, 64), (128, 128)), ids=str)
-@pytest.mark.parametrize("garbage", (GARBAGE, -1, -(2**31), 3))
-def test_garbage_past_the_count(garbage: int, block: tuple[int, int]) -> None:
-    inputs = make_flex_inputs(FlexCase(s_q=300, s_k=1000, mask="documents", block=block))
-    want = attend(inputs)
-    check_flex(inputs, want)
-    changed = {}
-    for prefix in ("kv", "full_kv"):
-        counts, indices = (getattr(inputs.block_mask, f"{prefix}_{x}") for x in ("num_blocks", "indices"))
-        behind = torch.arange(indices.shape[-1], device="cuda") >= counts[..., None]
-        changed[f"{prefix}_indices"] = indices.masked_fill(behind, garbage)
-    assert_same_results("garbage", attend(with_lists(inputs, **changed)), want)
+def listed_call(**options: Any) -> tuple[BackwardInputs, Any, Any]:
+    """A call with full and partial blocks and a captured gradient; its results, and its gradients in a fixed
+    order.
+    """
+    case = FlexCase(**{"b": 3, "s_q": 500, "s_k": 1000, "mask": "window", "score": "head scale", **options})
+    call = backward_inputs(case, "both")
+    results, gradients = attend(call.inputs), backward_of(call, **IN_ORDER)
+    check_flex(call.inputs, results)
+    check_backward(call, gradients)
+    return call, results, gradients
+
+
+def narrow(count: Any, x: Any) -> Any:
+    """As many entries as a line has at most, each kind its own."""
+    return x if x.ndim == 3 else x[..., : max(1, int(count.max()))].contiguous()
+
+
+def wide(count: Any, x: Any) -> Any:
+    return x if x.ndim == 3 else torch.nn.functional.pad(x, (0, 50), value=GARBAGE)
+
+
+def long(count: Any, x: Any) -> Any:
+    """More lines than query or key has."""
+    return torch.nn.functional.pad(x, (0, 2) if x.ndim == 3 else (0, 0, 0, 2), value=GARBAGE)
+
+
+def expanded(count: Any, x: Any) -> Any:
+    return x.expand(3, 4, *x.shape[2:])
+
+
+def int64(count: Any, x: Any) -> Any:
+    return x.long()
+
+
+def every_other(count: Any, x: Any) -> Any:
+    whole = torch.full((*x.shape[:-1], 2 * x.shape[-1]), GARBAGE, dtype=x.dtype, device="cuda")
+    whole[..., ::2] = x
+    return whole[..., ::2]
+
+
+def sliced(count: Any, x: Any) -> Any:
+    whole = torch.full([n + 3 for n in x.shape], GARBAGE, dtype=x.dtype, device="cuda")
+    return whole[tuple(slice(2, n + 2) for n in x.shape)].copy_(x)
+
+
+def without_batch(count: Any, x: Any) -> Any:
+    return x[0, 0]
+
+
+def garbage(value: int) -> Any:
+    """Past the count of a line."""
+
+    def change(count: Any, x: Any) -> Any:
+        if x.ndim == 3:
+            return x
+        return x.masked_fill(torch.arange(x.shape[-1], device="cuda") >= count[..., None], value)
+
+    return change
 
 
 @pytest.mark.parametrize("block", ((64, 64), (128, 128)), ids=str)
 def test_layouts_of_lists(block: tuple[int, int]) -> None:
-    """Narrow, wide, expanded, of other integers, not contiguous, without full ones, in slices of garbage."""
-    inputs = make_flex_inputs(FlexCase(b=3, s_q=500, s_k=1000, mask="window", block=block))
-    want = attend(inputs)
-    check_flex(inputs, want)
-    known = {name: getattr(inputs.block_mask, name) for name in LISTS}
-
-    def narrow(x: Any) -> Any:
-        """As many columns as a row has entries at most, each kind its own."""
-        if x.ndim == 3:
-            return x
-        counts = known["kv_num_blocks" if x is known["kv_indices"] else "full_kv_num_blocks"]
-        return x[..., : max(1, int(counts.max()))].contiguous()
-
-    def wide(x: Any) -> Any:
-        return x if x.ndim == 3 else torch.nn.functional.pad(x, (0, 50), value=GARBAGE)
-
-    def long(x: Any) -> Any:
-        """More rows than query has."""
-        pad = (0, 2) if x.ndim == 3 else (0, 0, 0, 2)
-        return torch.nn.functional.pad(x, pad, value=GARBAGE)
-
-    def expanded(x: Any) -> Any:
-        return x.expand(3, 4, *x.shape[2:])
-
-    def int64(x: Any) -> Any:
-        return x.long()
-
-    def every_other(x: Any) -> Any:
-        whole = torch.full((*x.shape[:-1], 2 * x.shape[-1]), GARBAGE, dtype=x.dtype, device="cuda")
-        whole[..., ::2] = x
-        return whole[..., ::2]
-
-    def sliced(x: Any) -> Any:
-        whole = torch.full([n + 3 for n in x.shape], GARBAGE, dtype=x.dtype, device="cuda")
-        part = whole[tuple(slice(2, n + 2) for n in x.shape)]
-        return part.copy_(x)
-
-    def without_batch(x: Any) -> Any:
-        return x[0, 0]
-
-    for change in (narrow, wide, long, expanded, int64, every_other, sliced, without_batch):
-        moved = {name: change(x) for name, x in known.items()}
-        assert_same_results(change.__name__, attend(with_lists(inputs, **moved)), want)
-    assert_same_results("one expanded", attend(with_lists(inputs, **{
-        name: x.expand(3, 4, *x.shape[2:]).contiguous() if name.startswith("full") else expanded(x)
-        for name, x in known.items()
-    })), want)  # fmt: skip
+    """Lists of any width, stride and integer dtype, with garbage past the counts, give the same bits."""
+    call, results, gradients = listed_call(block=block)
+    known = {name: getattr(call.inputs.block_mask, name) for name in LISTS}
+    counts = {name: known[name.replace("indices", "num_blocks")] for name in LISTS}
+    changes = [narrow, wide, long, expanded, int64, every_other, sliced, without_batch]
+    changes += [garbage(value) for value in (GARBAGE, -1, -(2**31), 3)]
+    lists = [{name: change(counts[name], x) for name, x in known.items()} for change in changes]
+    one_expanded = {name: x.contiguous() if name.startswith("full") else x for name, x in lists[3].items()}
+    for moved in (*lists, one_expanded):
+        changed = with_lists(call, **moved)
+        assert_same_results("lists", attend(changed.inputs), results)
+        assert_same_gradients(backward_of(changed, **IN_ORDER), gradients, all_of_them=True)
 
 
 def test_no_full_lists() -> None:
     """Absent, or present and empty."""
-    inputs = make_flex_inputs(FlexCase(s_q=500, s_k=700, mask="causal", separate=False))
-    want = attend(inputs)
-    check_flex(inputs, want)
-    known = inputs.block_mask
-    assert known is not None and known.full_kv_num_blocks is None
-    empty = {
-        "full_kv_num_blocks": torch.zeros_like(known.kv_num_blocks),
-        "full_kv_indices": torch.full_like(known.kv_indices, GARBAGE),
-    }
-    assert_same_results("empty", attend(with_lists(inputs, **empty)), want)
+    call, results, gradients = listed_call(separate=False)
+    known = call.inputs.block_mask
+    assert known is not None and known.full_kv_num_blocks is known.full_q_num_blocks is None
+    empty = {}
+    for prefix in ("kv", "q"):
+        empty[f"full_{prefix}_num_blocks"] = torch.zeros_like(getattr(known, f"{prefix}_num_blocks"))
+        empty[f"full_{prefix}_indices"] = torch.full_like(getattr(known, f"{prefix}_indices"), GARBAGE)
+    changed = with_lists(call, **empty)
+    assert_same_results("empty", attend(changed.inputs), results)
+    assert_same_gradients(backward_of(changed, **IN_ORDER), gradients, all_of_them=True)
 
 
 def test_counts_are_clipped() -> None:
     """To the number of blocks that there are."""
-    inputs = make_flex_inputs(FlexCase(s_q=300, s_k=1000))
-    want = reference(inputs)
-    rows, columns = 3, 8
-    for block, kind in (((128, 128), "kv"), ((128, 128), "full_kv"), ((2**20, 2**20), "full_kv")):
-        if block[0] > 128:
-            rows, columns = 1, 1
-        entries = torch.arange(columns, dtype=torch.int32, device="cuda").expand(1, 1, rows, columns)
-        wide = torch.nn.functional.pad(entries, (0, 20), value=GARBAGE)
-        many = torch.full((1, 1, rows), 2**30, dtype=torch.int32, device="cuda")
-        none = torch.zeros_like(many)
-        lists = (many, wide, none, wide) if kind == "kv" else (none, wide, many, wide)
-        mask = rawmla.BlockMask((300, 1000), *lists, BLOCK_SIZE=block)
-        check_flex(inputs, attend(inputs, block_mask=mask), want)
+    call = backward_inputs(FlexCase(s_q=300, s_k=1000, score="head scale"), "both")
+    for size, kind in ((128, ""), (128, "full_"), (2**20, "full_")):
+        lists: dict[str, Any] = {}
+        sizes = [-(-length // size) for length in (300, 1000)]
+        for name, (lines, others) in (("kv", sizes), ("q", sizes[::-1])):
+            entries = torch.arange(others, dtype=torch.int32, device="cuda").expand(1, 1, lines, others)
+            many = torch.full((1, 1, lines), 2**30, dtype=torch.int32, device="cuda")
+            for prefix in ("", "full_"):
+                lists[f"{prefix}{name}_indices"] = torch.nn.functional.pad(entries, (0, 20), value=GARBAGE)
+                lists[f"{prefix}{name}_num_blocks"] = many if prefix == kind else torch.zeros_like(many)
+        check_both(call, block_mask=rawmla.BlockMask((300, 1000), **lists, BLOCK_SIZE=(size, size)))
 
 
 def test_block_masks_of_torch() -> None:
@@ -288,11 +324,10 @@ def test_blocks_longer_than_the_sequence(block: tuple[int, int]) -> None:
     for mask in ("causal", "random"):
         for s_q, s_k in ((100, 277), (400, 500), (1, 1)):
             # No NaN where blocks of the usual size are empty: these longer ones have such keys in them.
-            case = FlexCase(s_q=s_q, s_k=s_k, mask=mask, gap=0.0)
-            inputs = make_flex_inputs(case)
-            assert inputs.mask is not None
-            given = rawmla.create_block_mask(inputs.mask.python, None, None, s_q, s_k, BLOCK_SIZE=block)
-            check_flex(inputs, attend(inputs, block_mask=given))
+            call = backward_inputs(FlexCase(s_q=s_q, s_k=s_k, mask=mask, gap=0.0, score="head scale"), "both")
+            assert call.inputs.mask is not None
+            given = rawmla.create_block_mask(call.inputs.mask.python, None, None, s_q, s_k, BLOCK_SIZE=block)
+            check_both(call, block_mask=given)
 
 
 @pytest.mark.parametrize("mask", ("", "random"))
@@ -300,52 +335,25 @@ def test_blocks_longer_than_the_sequence(block: tuple[int, int]) -> None:
 def test_few_queries(h_kv: int, mask: str) -> None:
     """Decoding: L 1 to 16."""
     for s_q in range(1, 17):
-        case = FlexCase(
-            b=3, h_q=8, h_kv=h_kv, s_q=s_q, s_k=400 + s_q, d_qk=128, d_v=128, mask=mask, score="bias h q k"
+        sizes: dict[str, Any] = {"b": 3, "h_q": 8, "h_kv": h_kv, "s_q": s_q, "s_k": 400 + s_q}
+        check_both(
+            backward_inputs(FlexCase(**sizes, d_qk=128, d_v=128, mask=mask, score="head scale"), "both")
         )
-        inputs = make_flex_inputs(case)
-        check_flex(inputs, attend(inputs))
 
 
-@pytest.mark.parametrize("d", (64, 128, 192, 256))
-def test_lengths_at_borders_of_tiles(d: int) -> None:
-    for s_q in (127, 128, 129, 255, 257):
-        for s_k in (1, 31, 32, 33, 63, 64, 65, 127, 128, 129, 257):
-            inputs = make_flex_inputs(
-                FlexCase(b=1, h_q=2, h_kv=2, s_q=s_q, s_k=s_k, d_qk=d, d_v=d, mask="random", layout="slice")
-            )
-            check_flex(inputs, attend(inputs))
-
-
-@pytest.mark.parametrize("dims", ((1, 1), (3, 255), (17, 33), (256, 8), (1, 256), (200, 72)), ids=str)
-@pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
-def test_odd_head_dimensions(dtype: str, dims: tuple[int, int]) -> None:
-    for layout in ("plain", "slice"):
-        inputs = make_flex_inputs(
-            FlexCase(s_q=150, s_k=200, d_qk=dims[0], d_v=dims[1], dtype=dtype, layout=layout, mask="causal")
-        )
-        got = attend(inputs)
-        check_flex(inputs, got)
-        buffer, given = out_buffer(inputs)
-        assert_same_results("out given", attend(inputs, out=given), got)
-        assert_untouched_around(buffer, given)
-
-
-@pytest.mark.parametrize("out_given", (False, True))
-@pytest.mark.parametrize(
-    ("b", "s_q", "s_k"), ((0, 5, 7), (2, 0, 7), (2, 5, 0), (0, 0, 0), (2, 0, 0), (2, 300, 0)), ids=str
-)
-def test_empty_calls(b: int, s_q: int, s_k: int, out_given: bool) -> None:
-    inputs = make_flex_inputs(FlexCase(b=b, s_q=s_q, s_k=s_k, score="head offset"))
-    mask = rawmla.create_block_mask(lambda b, h, q, k: q >= k, None, None, s_q, s_k)
-    for block_mask in (None, mask):
-        buffer, given = out_buffer(inputs) if out_given else (None, None)
-        out, lse, top = attend(inputs, max_scores=True, block_mask=block_mask, out=given)
-        assert out.shape == (b, 4, s_q, 64) and lse.shape == top.shape == (b, 4, s_q)
-        assert given is None or out is given
-        assert bool((out == 0).all()) and bool((lse == -inf).all()) and bool((top == -inf).all())
-        if out_given:
-            assert_untouched_around(buffer, given)
+@orders
+@forms
+def test_empty_calls(form: str, options: dict[str, Any]) -> None:
+    """Gradients are 0, also of what functions read."""
+    for b, s_q, s_k in ((0, 5, 7), (2, 0, 7), (2, 5, 0), (0, 0, 0), (2, 300, 0)):
+        call = backward_inputs(FlexCase(b=b, s_q=s_q, s_k=s_k, score="head offset"), "both")
+        mask = rawmla.create_block_mask(lambda b, h, q, k: q >= k, None, None, s_q, s_k)
+        for block_mask in (None, mask):
+            out, lse, top = attend(call.inputs, form, max_scores=True, block_mask=block_mask)
+            assert bool((out == 0).all()) and bool((lse == -inf).all()) and bool((top == -inf).all())
+            got = backward_of(call, form, block_mask=block_mask, **options)
+            check_backward(call, got)
+            assert not any(bool(x.any()) for x in (*got[:3], got[3]["offset"]))
 
 
 @pytest.mark.parametrize("score", ("", "square", "bias b h q k"))
@@ -375,23 +383,13 @@ def test_rows_without_keys(score: str) -> None:
     assert bool((lse == -inf).all()) and bool((top == -inf).all())
 
 
-def test_more_than_65535_heads_of_requests() -> None:
-    """b * h of 68,160, with lists of each request."""
-    case = FlexCase(b=22720, h_q=3, h_kv=3, s_q=3, s_k=5, score="head offset", mask="padding")
-    inputs = make_flex_inputs(case)
-    check_flex(inputs, attend(inputs))
-    plain = make_flex_inputs(replace(case, score="", mask=""))
-    check_flex(plain, attend(plain))
-
-
-def test_many_heads_of_lists() -> None:
-    """A list for each of 2 x 3,000 heads, of which K and V are one."""
-    case = FlexCase(b=2, b_kv=1, h_q=3000, h_kv=1, s_q=20, s_k=300, mask="per head", block=(64, 64))
-    inputs = make_flex_inputs(case)
-    check_flex(inputs, attend(inputs))
-
-
-# ---- arrays
+def test_lists_of_many_requests_and_heads() -> None:
+    """Lists of 22,720 requests of three heads; a list for each of 2 x 3,000 heads, which share K and V."""
+    for case in (
+        FlexCase(b=22720, h_q=3, h_kv=3, s_q=3, s_k=5, score="head offset", mask="padding"),
+        FlexCase(b=2, b_kv=1, h_q=3000, h_kv=1, s_q=20, s_k=300, mask="per head", block=(64, 64)),
+    ):
+        check_both(backward_inputs(case, "both"))
 
 
 @pytest.mark.parametrize("h_kv", (6, 2, 1))
@@ -404,86 +402,6 @@ def test_one_k_and_v_for_all_requests(mask: str, h_kv: int) -> None:
     check_flex(inputs, got)
     each = replace(inputs, k=inputs.k.expand(5, -1, -1, -1), v=inputs.v.expand(5, -1, -1, -1))
     assert_same_results("expanded", attend(each), got)
-
-
-def at_offset(x: Any) -> Any:
-    """One element behind an aligned address."""
-    memory = torch.full((x.numel() + 1,), nan, dtype=x.dtype, device="cuda")
-    memory[1:] = x.flatten()
-    return memory[1:].view(x.shape)
-
-
-def odd_rows(x: Any) -> Any:
-    """A stride that is no multiple of 16 bytes."""
-    whole = torch.full((*x.shape[:-1], x.shape[-1] + 4), nan, dtype=x.dtype, device="cuda")
-    whole[..., : x.shape[-1]] = x
-    return whole[..., : x.shape[-1]]
-
-
-def in_order(*order: int) -> Any:
-    """A layout with the dimensions in this order in memory."""
-
-    def change(x: Any) -> Any:
-        return x.permute(order).contiguous().permute([order.index(axis) for axis in range(4)])
-
-    return change
-
-
-@pytest.mark.parametrize(
-    "change",
-    (*[in_order(*order) for order in ((0, 2, 1, 3), (2, 0, 1, 3), (1, 0, 2, 3), (0, 1, 3, 2))],
-     at_offset, odd_rows),
-    ids=("b s h d", "s b h d", "h b s d", "last not contiguous", "address", "stride"),
-)  # fmt: skip
-def test_layouts(change: Any) -> None:
-    """Read where they lie or copied; a fresh out has its dimensions in the order of query's."""
-    inputs = make_flex_inputs(FlexCase(b=3, s_q=150, s_k=200, mask="causal", score="alibi"))
-    want = attend(inputs)
-    for names in ("q", "k", "v", "qkv"):
-        moved = replace(inputs, **{name: change(getattr(inputs, name)) for name in names})
-        got = attend(moved)
-        assert_same_results(names, got, want)
-        assert got[1].is_contiguous()
-        if "q" in names and moved.q.stride(-1) == 1:
-            wanted = sorted(range(4), key=lambda axis: -moved.q.stride(axis))
-            assert sorted(range(4), key=lambda axis: -got[0].stride(axis)) == wanted
-
-
-@pytest.mark.parametrize("axes", ((0,), (1,), (2,), (0, 1, 2)), ids=str)
-def test_broadcast_arrays(axes: tuple[int, ...]) -> None:
-    inputs = make_flex_inputs(FlexCase(b=3, s_q=150, s_k=200, mask="causal"))
-
-    def first_for_all(x: Any) -> Any:
-        for axis in axes:
-            x = x.narrow(axis, 0, 1).expand(*[x.shape[i] if i == axis else -1 for i in range(4)])
-        return x
-
-    broadcast = replace(inputs, **{name: first_for_all(getattr(inputs, name)) for name in "qkv"})
-    got = attend(broadcast)
-    check_flex(broadcast, got)
-    dense = replace(broadcast, **{name: getattr(broadcast, name).contiguous() for name in "qkv"})
-    assert_same_results("broadcast", attend(dense), got)
-
-
-@pytest.mark.parametrize("order", ((0, 1, 2, 3), (0, 2, 1, 3), (2, 1, 0, 3), (1, 0, 2, 3)), ids=str)
-def test_out_in_another_order(order: tuple[int, ...]) -> None:
-    inputs = make_flex_inputs(FlexCase(b=3, s_q=150, s_k=200, mask="causal"))
-    want = attend(inputs)
-    given = in_order(*order)(torch.full_like(want[0], nan))
-    got = attend(inputs, out=given)
-    assert got[0] is given
-    assert_same_results("out given", got, want)
-
-
-@pytest.mark.parametrize("layout", ("plain", "slice", "tokens"))
-def test_out_is_a_slice(layout: str) -> None:
-    inputs = make_flex_inputs(FlexCase(b=3, s_q=150, s_k=200, mask="documents", layout=layout))
-    want = attend(inputs)
-    buffer, given = out_buffer(inputs)
-    got = attend(inputs, out=given)
-    assert got[0] is given
-    assert_same_results("out given", got, want)
-    assert_untouched_around(buffer, given)
 
 
 @pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
@@ -584,6 +502,44 @@ def test_spoilt_rows(spoiler: str, form: str) -> None:
     ))  # fmt: skip
 
 
+@pytest.mark.parametrize("spoiler", (nan, inf, -inf), ids=str)
+def test_gradients_of_what_functions_give_where_it_is_masked(spoiler: float) -> None:
+    """Also behind the last query token and key. It goes nowhere."""
+    case = FlexCase(s_q=300, s_k=277, mask="causal")
+    for masked, sizes in (
+        (lambda b, h, q, k: q < k, case),
+        (lambda b, h, q, k: (q >= 300) | (k >= 277), replace(case, mask="")),
+    ):
+        call = backward_inputs(sizes, "both")
+
+        def score(s: Any, b: Any, h: Any, q: Any, k: Any, masked: Any = masked) -> Any:
+            return torch.where(masked(b, h, q, k), spoiler, s)
+
+        check_backward(call, backward_of(call, score_mod=score))
+
+
+@pytest.mark.parametrize("spoiler", (nan, inf), ids=str)
+def test_gradients_of_a_spoilt_row(spoiler: float) -> None:
+    """NaN or +inf at an attended position spoils dq of its row, and dk and dv of its head alone."""
+    call = backward_inputs(FlexCase(s_q=300, s_k=500), "both")
+
+    def gradients(number: float) -> tuple[Any, ...]:
+        def score(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+            return s + torch.where((b == 1) & (h == 2) & (q == 37) & (k == 200), number, 0.0)
+
+        inputs = call.inputs
+        results = rawmla.flex_attention(inputs.q, inputs.k, inputs.v, score, return_lse=True)
+        return backward_of(replace(call, results=results), score_mod=score, **IN_ORDER)[:3]
+
+    want, got = gradients(0.0), gradients(spoiler)
+    check_backward(call, (*want, {}))
+    assert bool(got[0][1, 2, 37].isnan().all())
+    for name, one, wanted in zip(("dq", "dk", "dv"), got, want, strict=True):
+        rows = slice(37, 38) if name == "dq" else slice(None)
+        one[1, 2, rows] = wanted[1, 2, rows]
+        assert_same_bits(name, one, wanted)
+
+
 def test_keys_that_are_masked_may_hold_nan() -> None:
     """K where a row does not see it; V of a listed block stays finite."""
     inputs = make_flex_inputs(FlexCase(s_q=500, s_k=500, mask="causal"))
@@ -647,39 +603,66 @@ def test_more_keys_than_float32_counts() -> None:
 # ---- strides past 32 bits
 
 
-@pytest.mark.parametrize("axis", (0, 1, 2))
-def test_strides_past_2_31_elements(axis: int) -> None:
-    """Two requests, heads or tokens, 2**31 elements apart; out too."""
-    sizes = {0: (2, 2, 100), 1: (2, 2, 100), 2: (1, 2, 2)}[axis]
-    inputs = make_flex_inputs(
-        FlexCase(b=sizes[0], h_q=2, h_kv=2, s_q=sizes[2], s_k=sizes[2], d_qk=128, d_v=128, mask="causal")
-    )
+def test_logs_with_strides_past_2_31_elements() -> None:
+    """lse and its gradient, of two requests."""
+    call = backward_inputs(FlexCase(b=2, h_q=2, h_kv=2, s_q=100, s_k=100, mask="causal"), "both")
     room = 1 << 20
-    memory = torch.full((2**31 + 4 * room,), nan, dtype=torch.bfloat16, device="cuda")
-    strides = list(inputs.q.contiguous().stride())
-    strides[axis] = 2**31
-
-    def placed(number: int, values: Any = None) -> Any:
-        array = memory.as_strided(inputs.q.shape, strides, number * room)
-        return array if values is None else array.copy_(values)
-
-    apart = replace(inputs, q=placed(0, inputs.q), k=placed(1, inputs.k), v=placed(2, inputs.v))
-    check_flex(inputs, attend(apart, out=placed(3)))
+    memory = torch.full((2**31 + 2 * room,), nan, device="cuda")
+    for number, name in enumerate(("lse", "dlse")):
+        place = memory.as_strided(call.results[1].shape, (2**31, 100, 1), number * room)
+        if name == "lse":
+            call = replace(call, results=(call.results[0], place.copy_(call.results[1])))
+        else:
+            call = replace(call, gradients=replace(call.gradients, dlse=place.copy_(call.gradients.dlse)))
+    check_backward(call, backward_of(call))
 
 
-def test_a_captured_tensor_past_2_31_elements() -> None:
-    rows = 2**31 // 512 + 10
-    table = torch.empty(rows, 512, dtype=torch.bfloat16, device="cuda")
-    table[-10:] = torch.randn(10, 512, device="cuda")
-    inputs = make_flex_inputs(FlexCase(s_q=10, s_k=500))
-    first = rows - 10
+def test_a_captured_tensor_with_strides_past_2_31_elements() -> None:
+    """Its gradient is contiguous."""
+    memory = torch.empty(2**31 + 300, dtype=torch.bfloat16, device="cuda")
+    table = memory.as_strided((2, 277), (2**31, 1))
+    table.normal_()
+    table = table.detach().requires_grad_()
+    score = Function(
+        lambda s, b, h, q, k: s + table[b, k],
+        "score + table(b, kv_idx)",
+        lambda xp, t, s, b, h, q, k: s + t.table[b, k + 0 * q],
+        {"table": table},
+        "grad",
+        {"table": ("b, kv_idx", "grad")},
+    )
+    inputs = replace(make_flex_inputs(FlexCase(s_q=70, s_k=277)), score=score)
+    call = backward_inputs(inputs.case, "out", inputs)
+    for form in ("python", "cuda"):
+        check_backward(call, backward_of(call, form))
+
+
+@pytest.mark.parametrize("form", ("python", "cuda"))
+def test_a_captured_gradient_past_2_31_elements(form: str) -> None:
+    """Of an expanded tensor: the gradient alone takes memory. What is read lies past 2**31 elements."""
+    rows, read = 2**31 // 512 + 10, 10
+    first = rows - read
+    row = torch.randn(1, 512, device="cuda")
+    table = row.expand(rows, 512).detach().requires_grad_()
+    end = row.expand(read, 512).detach().requires_grad_()
+
+    def end_score(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return s + end[q, k]
+
     score = Function(
         lambda s, b, h, q, k: s + table[q + first, k],
         "score + table(q_idx + first, kv_idx)",
         lambda xp, t, s, b, h, q, k: s + t.table[q, k],
         {"table": table, "first": first},
+        "grad",
+        {"table": ("q_idx + first, kv_idx", "grad")},
     )
-    for form in ("python", "cuda"):
-        got = attend(replace(inputs, score=score), form)
-        end = replace(inputs, score=replace(score, captures={"table": table[-10:]}))
-        check_flex(end, got)
+    inputs = replace(make_flex_inputs(FlexCase(s_q=read, s_k=500)), score=score)
+    at_end = backward_inputs(
+        inputs.case, "both", replace(inputs, score=replace(score, python=end_score, captures={"table": end}))
+    )
+    check_flex(at_end.inputs, attend(inputs, form))
+    dq, dk, dv, captured = backward_of(replace(at_end, inputs=inputs), form)
+    assert captured["table"].shape == (rows, 512)
+    assert not any(bool(part.any()) for part in captured["table"][:-read].split(1 << 18))
+    check_backward(at_end, (dq, dk, dv, {"table": captured["table"][-read:].clone()}))

@@ -8,7 +8,6 @@ import pytest
 from gpu_support import cupy, loaded_labels, no_kernel_loaded, torch
 from test_flex_block_mask import absent
 from test_frameworks import to_cupy
-from test_graphs import capture
 
 import rawmla
 from kit.flex import MASKS, FlexCase
@@ -117,35 +116,6 @@ def test_long_sequence() -> None:
     assert torch.equal((got.kv_num_blocks + got.full_kv_num_blocks)[0, 0].long(), rows - first + 1)
 
 
-@pytest.mark.parametrize("form", ("python", "cuda"))
-def test_graph(form: str) -> None:
-    """Lists of a replay follow tensors that the mask reads."""
-    mask = MASKS["documents"](sizes((300, 500)))
-    documents = mask.captures["documents"]
-
-    def make() -> Any:
-        return rawmla.create_block_mask(mask.form(form), B, None, 300, 500)
-
-    make()
-    graph, got = capture(make)
-    for turn in range(3):
-        graph.replay()
-        want = torchs(mask.python, B, None, 300, 500, device="cuda")
-        assert_same_lists(f"replay {turn}", got, want)
-        documents.copy_((documents * (turn + 2)) // 3)
-
-
-def test_kernel_missing_in_a_capture() -> None:
-    mask = MASKS["window"](sizes((300, 500)))
-    with no_kernel_loaded():
-        with (
-            pytest.raises(rawmla.KernelNotReadyError, match="warmup"),
-            torch.cuda.graph(torch.cuda.CUDAGraph()),
-        ):
-            rawmla.create_block_mask(mask.python, None, None, 300, 500)
-        assert loaded_labels() == []
-
-
 def test_kernels_are_used_again() -> None:
     """Numbers, tensors, lengths, sizes and blocks are parameters."""
     with no_kernel_loaded():
@@ -157,28 +127,6 @@ def test_kernels_are_used_again() -> None:
             rawmla.create_block_mask(window, None, None, length, length, BLOCK_SIZE=block)
         assert len(loaded_labels()) == 2
         torch.cuda.synchronize()  # before the kernels are let go of
-
-
-def test_side_stream() -> None:
-    """The kernels run on the current stream, after what fills the tensor that the mask reads."""
-    limit = torch.zeros(1, dtype=torch.int32, device="cuda")
-
-    def mask(b: Any, h: Any, q: Any, k: Any) -> Any:
-        return k < limit[0]
-
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):  # so that the allocator holds memory for the stream
-        for _ in range(2):
-            rawmla.create_block_mask(mask, None, None, 300, 500)
-    torch.cuda.synchronize()
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(50_000_000)
-        limit.fill_(200)
-        got = rawmla.create_block_mask(mask, None, None, 300, 500)
-        assert not stream.query(), "the call waited for the device"
-    stream.synchronize()
-    assert got.full_kv_num_blocks.tolist() == [[[1, 1, 0]]]
-    assert got.kv_num_blocks.tolist() == [[[1, 1, 2]]]
 
 
 def test_cupy() -> None:

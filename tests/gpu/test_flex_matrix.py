@@ -10,20 +10,23 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from itertools import product
+from itertools import cycle, product
 from typing import Any, NamedTuple
 
 import pytest
-from flex_calls import assert_untouched_around, attend, created_mask, out_buffer
 from gpu_support import torch
 
-from kit.flex import FlexCase, check_flex, make_flex_inputs
+from kit.flex import FlexCase, check_flex
+from operations.dense import assert_untouched_around
+from operations.flex import attend, created_mask, out_buffer
+from operations.flex_backward import backward_inputs, backward_of, check_backward
 
 KEYS = (37, 64, 127, 256, 257, 277, 1023, 1025, 2048)
 QUERIES = {"same": 1, "half": 2, "eighth": 8, "one": 0}  # the part of the keys' number
 HEADS = ((4, 4), (4, 2), (4, 1), (16, 4))
 BATCHES = ((2, 2), (3, 1), (5, 1))
 BLOCKS = ((16, 16), (32, 32), (64, 64), (96, 96), (128, 128), (256, 256), (128, 256), (256, 128), (32, 64))
+GRADIENTS = ("out", "lse", "both")
 LAYOUTS = ("plain", "slice", "tokens")
 SEED = 2  # with which all pairs occur
 
@@ -99,20 +102,23 @@ def test_matrix(variant: Variant) -> None:
     """Within the bounds of a dtype's products; memory that no result may depend on is NaN."""
     failures: list[str] = []
     cases = cases_of(variant)
-    for case, _, out_given, created in cases:
-        inputs = make_flex_inputs(case)
+    for (case, _, out_given, created), of in zip(cases, cycle(GRADIENTS), strict=False):
+        call = backward_inputs(case, of)
+        inputs = call.inputs
         try:
             buffer, given = out_buffer(inputs) if out_given else (None, None)
             more = {"block_mask": created_mask(inputs, variant.form)} if created else {}
-            got = attend(inputs, variant.form, max_scores=variant.max_scores, out=given, **more)
+            with torch.no_grad():
+                got = attend(inputs, variant.form, max_scores=variant.max_scores, out=given, **more)
             assert given is None or got[0] is given
             assert (got[2] is not None) == variant.max_scores
             torch.cuda.synchronize()
             check_flex(inputs, got, plain=case.s_q > 1)
             if buffer is not None:
                 assert_untouched_around(buffer, given)
+            check_backward(call, backward_of(call, variant.form, **more))
         except AssertionError as error:
-            failures.append(f"created={created} {error}")
+            failures.append(f"created={created} gradient of {of}: {error}")
     shown = "\n".join(failures[:20])
     assert not failures, f"{len(failures)} of {len(cases)} cases failed:\n{shown}"
 
@@ -121,10 +127,12 @@ def test_matrix(variant: Variant) -> None:
 @pytest.mark.parametrize("batch", BATCHES, ids=str)
 def test_without_functions(batch: tuple[int, int], heads: tuple[int, int]) -> None:
     """Everything is attended."""
-    for layout, (s_q, s_k) in product(LAYOUTS, ((37, 37), (128, 1025), (1, 277), (1023, 64))):
+    lengths = ((37, 37), (128, 1025), (1, 277), (1023, 64))
+    for (layout, (s_q, s_k)), of in zip(product(LAYOUTS, lengths), cycle(GRADIENTS), strict=False):
         case = FlexCase(
             b=batch[0], b_kv=batch[1], h_q=heads[0], h_kv=heads[1], s_q=s_q, s_k=s_k, d_qk=128, d_v=128,
             layout=layout,
         )  # fmt: skip
-        inputs = make_flex_inputs(case)
-        check_flex(inputs, attend(inputs), plain=s_q > 1)
+        call = backward_inputs(case, of)
+        check_flex(call.inputs, attend(call.inputs), plain=s_q > 1)
+        check_backward(call, backward_of(call))

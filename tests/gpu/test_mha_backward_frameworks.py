@@ -1,12 +1,11 @@
 """The backward of dense attention with DLPack and CuPy, on streams and devices, in graphs and threads, for
-arrays that are large, and which calls share a kernel. Plain cases of CuPy, streams and graphs are in
-test_mha_backward_edges.py.
+arrays that are large, and which calls share a kernel.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from math import inf, nan
 from typing import Any
@@ -22,15 +21,19 @@ from mha_backward_calls import (
     gradient_buffers,
 )
 from mha_calls import CANARY, assert_untouched_around, attend
+from test_autograd import RAGGED, Step, in_parts
 from test_frameworks import DELAY_CYCLES, Producer, to_cupy
 from test_graphs import capture
-from test_mha_autograd import differentiate, in_parts, leaves_of
-from test_mha_backward_edges import RAGGED, SEGMENTS, map_call
-from test_mha_frameworks import as_torch, run_all
+from test_mha_frameworks import as_torch, mapped, run_all
 
 import rawmla
-from kit.mha import MhaCase, make_mha_inputs
+from kit.mha import MhaCase, MhaInputs, make_mha_inputs
+from kit.mha_backward import MhaGradients
 
+SEGMENTS = MhaCase(
+    **RAGGED, q_used=(290, 0, 0, 77, 3, 60), k_used=(250, 90, 0, 5, 129, 513), rows_around=9, layout="slice",
+    window=(100, 3), alibi="requests", sink="bfloat16", d_qk=64, d_v=64,
+)  # fmt: skip
 # Of every form of the kernel, which head dimensions and flags choose.
 WIDE = replace(SEGMENTS, d_qk=192, d_v=128, alibi=None, causal=True, window=(-1, -1), sink="float32", h_kv=1)
 BY_PRODUCT = replace(SEGMENTS, d_qk=256, d_v=256, alibi=None)
@@ -43,6 +46,23 @@ each_call = pytest.mark.parametrize(("case", "of"), CALLS, ids=lambda x: x if is
 
 EVERY = {"q", "k", "v", "attn_sink", "dout", "dlse", "out", "lse"}
 OF_SEGMENTS = {"cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"}
+
+
+def map_call(call: BackwardInputs, change: Callable[[Any], Any]) -> BackwardInputs:
+    """The call on other arrays, which `change` makes of the torch tensors."""
+    dlse = call.gradients.dlse
+    return BackwardInputs(
+        mapped(call.inputs, change),
+        MhaGradients(change(call.gradients.dout), None if dlse is None else change(dlse)),
+        (change(call.results[0]), change(call.results[1])),
+    )
+
+
+def differentiate(inputs: MhaInputs, gradients: MhaGradients) -> tuple[Any, ...]:
+    """dq, dk, dv and dsink through autograd."""
+    leaves = {name: getattr(inputs, name).detach().requires_grad_() for name in (*"qkv", "attn_sink")}
+    of = "out" if gradients.dlse is None else "both"
+    return in_parts(inputs.case, Step(inputs, gradients, leaves).differentiate(of, deterministic=False)[1])
 
 
 def arrays_of(call: BackwardInputs) -> dict[str, Any]:
@@ -154,11 +174,9 @@ def test_backward_second_device(case: MhaCase, of: str) -> None:
     assert torch.cuda.current_device() == 0
     assert all(x.device == torch.device("cuda:1") for x in got)
     assert_same_gradients("on the second device", tuple(x.to("cuda:0") for x in got), want)
-    _, grads = differentiate(
-        moved.inputs, leaves_of(moved.inputs), moved.gradients.dout, moved.gradients.dlse
-    )
+    grads = differentiate(moved.inputs, moved.gradients)
     assert torch.cuda.current_device() == 0
-    through_graph = tuple(x.to("cuda:0") for x in in_parts(case, grads))
+    through_graph = tuple(x.to("cuda:0") for x in grads)
     assert_same_gradients("autograd on the second device", through_graph, want)
     with torch.cuda.device(1):
         got = backward_of(call)
@@ -306,10 +324,10 @@ def test_backward_kernel_missing_in_a_captured_pass() -> None:
             pytest.raises(rawmla.KernelNotReadyError, match="warmup"),
             torch.cuda.graph(torch.cuda.CUDAGraph()),
         ):
-            differentiate(inputs, leaves_of(inputs), dout, None)
+            differentiate(inputs, MhaGradients(dout, None))
         assert loaded_labels() == before
-        _, grads = differentiate(inputs, leaves_of(inputs), dout, None)
-        assert_same_gradients("after a refused capture", in_parts(WIDE, grads), want)
+        got = differentiate(inputs, MhaGradients(dout, None))
+        assert_same_gradients("after a refused capture", got, want)
         torch.cuda.synchronize()  # before the kernels are let go of
 
 

@@ -1,4 +1,4 @@
-"""The backward of dense attention on the published matrix of FlashMLA, which is run whole."""
+"""The backward of dense attention on the published matrix of FlashMLA, which --full runs whole."""
 
 from __future__ import annotations
 
@@ -6,16 +6,14 @@ from dataclasses import replace
 from math import inf
 from typing import Any
 
-import pytest
 from gpu_support import assert_same_bits, torch
-from mha_backward_calls import BackwardInputs, backward_of
-from mha_calls import attend
 from test_mha_matrix import FLASH_MLA_LSE, FLASH_MLA_OUT, flash_mla_case, on_flash_mla_matrix
 
 from kit import check_close
-from kit.mha import HALF_STEP, MhaCase, make_mha_inputs, tokens_of
-from kit.mha import reference as reference_forward
-from kit.mha_backward import make_mha_gradients, reference_backward
+from kit.mha import HALF_STEP, make_mha_inputs, tokens_of
+from kit.mha_backward import make_mha_gradients
+from operations.dense import attend
+from operations.dense_backward import BackwardInputs, backward_of
 
 ROWS = 2048  # query tokens of one step of the reference
 HEADS_TOGETHER = 16  # query heads that are compared at a time, whole groups
@@ -79,27 +77,6 @@ def exact_heads(call: BackwardInputs, first: int, count: int) -> tuple[Any, ...]
             for x, place, part in zip(sums, places, one, strict=True):
                 x[place] += part
     return tuple(sums)
-
-
-@pytest.mark.parametrize("causal", (False, True), ids=("full", "causal"))
-@pytest.mark.parametrize("heads", ((4, 4), (4, 1)), ids=str)
-def test_the_reference(heads: tuple[int, int], causal: bool) -> None:
-    """It gives what the one of tests/kit gives, in several steps and with a part of the heads."""
-    case = MhaCase(
-        q_lengths=(2 * ROWS + 70, 90), k_lengths=(2 * ROWS + 70, 333), h_q=heads[0], h_kv=heads[1], d_qk=48,
-        d_v=32, causal=causal, softmax_scale=0.11, seed=3,
-    )  # fmt: skip
-    inputs = make_mha_inputs(case)
-    call = BackwardInputs(inputs, make_mha_gradients(inputs), reference_forward(inputs))
-    want = (*call.results, *reference_backward(inputs, call.gradients).values)
-    count = heads[0] // heads[1]  # of one KV head
-    for first in range(0, heads[0], count):
-        for name, one, whole in zip(NAMES, exact_heads(call, first, count), want, strict=True):
-            start, n = (first // count, 1) if name in ("dk", "dv") else (first, count)
-            wanted = whole[:, start : start + n]
-            torch.testing.assert_close(
-                one, wanted, rtol=1e-9, atol=1e-11, msg=lambda text, name=name: f"{name}: {text}"
-            )
 
 
 @on_flash_mla_matrix

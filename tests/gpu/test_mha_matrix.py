@@ -1,9 +1,9 @@
 """Dense attention on the published matrices of FlashMLA and FlashAttention.
 
-FlashMLA's is run whole. Of FlashAttention's every size is run with every pair of head dimensions in both
-dtypes, and heads, masks, sinks and layouts go round: tests/test_mha_testing.py counts that every pair of
-values occurs. The cases of one kernel are one test, which goes on after a mismatch, so that one run shows the
-whole pattern.
+FlashMLA's is run whole with --full. Of FlashAttention's every size is run with every pair of head dimensions
+in both dtypes, and heads, masks, sinks and layouts go round: tests/test_mha_testing.py counts that every pair
+of values occurs. The cases of one kernel are one test, which goes on after a mismatch, so that one run shows
+the whole pattern.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from itertools import product
 from typing import Any
 
 import pytest
+from full_cases import full_unless
 from gpu_support import assert_same_bits, torch
-from mha_calls import assert_untouched_around, attend, out_buffer
 
 from kit import Tolerance, check_close
 from kit.mha import MhaCase, check_mha, make_mha_inputs, reference
+from operations.dense import assert_untouched_around, attend, out_buffer
 
 # ---- FlashMLA's matrix
 
@@ -41,17 +42,15 @@ def flash_mla_case(s: int, ragged: bool, heads: tuple[int, int], d_qk: int, caus
     )  # fmt: skip
 
 
-def on_flash_mla_matrix(test: Any) -> Any:
-    """The test with every combination of the arguments of `flash_mla_case`."""
-    for names, values, ids in (
-        ("causal", (False, True), ("full", "causal")),
-        ("d_qk", (128, 192), None),
-        ("heads", ((128, 128), (32, 4)), str),
-        ("ragged", (False, True), ("fixed", "ragged")),
-        ("s", (4096, 8192), None),
-    ):
-        test = pytest.mark.parametrize(names, values, ids=ids)(test)
-    return test
+on_flash_mla_matrix = pytest.mark.parametrize(
+    ("s", "ragged", "heads", "d_qk", "causal"),
+    full_unless(
+        lambda values: values[0] == 4096 and values[1] == values[4],
+        list(product((4096, 8192), (False, True), ((128, 128), (32, 4)), (128, 192), (False, True))),
+        several=True,
+    ),
+    ids=str,
+)
 
 
 @on_flash_mla_matrix

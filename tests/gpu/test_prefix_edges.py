@@ -8,10 +8,15 @@ from math import inf, nan
 from typing import Any
 
 import pytest
+from attention_calls import (
+    at_offset,
+    copies_of_arguments,  # noqa: F401
+    first_for_all,
+    in_order,
+    odd_rows,
+)
 from gpu_support import assert_same_bits, torch, without_splits
-from prefix_calls import Target, assert_same_rows, attend, checked
 
-import rawmla
 from kit.mha import flash_attn_func
 from kit.prefix import (
     E4M3_LARGEST,
@@ -23,7 +28,7 @@ from kit.prefix import (
     make_prefix_inputs,
     written_rows,
 )
-from rawmla.call import frameworks
+from operations.prefix import Target, assert_same_rows, attend, checked
 
 # The kernel's sources of pages: TMA, and a warpgroup that gathers them, as they are or as FP8.
 SOURCES: dict[str, dict[str, Any]] = {
@@ -107,15 +112,6 @@ def test_fewer_tokens_than_queries(own_cached: bool, source: dict[str, Any]) -> 
 
 
 @each_source
-@pytest.mark.parametrize("causal", (True, False), ids=("causal", "full"))
-def test_own_tokens_in_the_cache(causal: bool, source: dict[str, Any]) -> None:
-    """As with the same tokens in k and v, which an FP8 cache holds less exactly."""
-    for block_size in (16, 48):
-        case = PrefixCase(**MANY, own_cached=True, causal=causal, block_size=block_size, **source)
-        checked(make_prefix_inputs(case))
-
-
-@each_source
 def test_skip_decode(source: dict[str, Any]) -> None:
     """Requests of one token keep what o held there; the rows of the others are the same as without."""
     inputs = make_prefix_inputs(PrefixCase((1, 30, 1, 0, 1, 200, 1), (9, 0, 0, 3, 70, 300, 1), **source))
@@ -127,18 +123,25 @@ def test_skip_decode(source: dict[str, Any]) -> None:
     checked(only_decode)  # nothing is written
 
 
-def test_bounds_of_lengths() -> None:
-    """max_seq_len changes nothing, nor, unless keys are split, a larger max_input_len."""
+def test_arguments_that_change_nothing() -> None:
+    """max_seq_len, windows of no effect, scales and names of a cache that is not FP8; and, unless keys are
+    split, a larger max_input_len.
+    """
     inputs = make_prefix_inputs(PrefixCase(**MANY))
-    want = attend(inputs)
-    for changes in ({"max_seq_len": 0}, {"max_seq_len": 10**6}):
-        assert_same_rows(str(changes), inputs, attend(inputs, **changes), want)
+    want = checked(inputs)
+    for changes in (
+        *[{"max_seq_len": longest} for longest in (0, 10**6)],
+        *[{"sliding_window": window} for window in (None, 0, -1, -(2**40), 5000)],
+        *[{"k_scale": scale, "v_scale": scale} for scale in (0.0, None, 7.0)],
+        *[{"kv_cache_dtype": name} for name in ("bfloat16", "auto")],
+    ):
+        assert_same_bits(str(changes), checked(inputs, **changes), want)
     with without_splits():
-        want = attend(inputs)
+        want = checked(inputs)
         for max_input_len in (301, 2**30):
-            got = attend(inputs, max_input_len=max_input_len)
-            assert_same_rows(f"max_input_len {max_input_len}", inputs, got, want)
-    check_prefix(inputs, attend(inputs, max_input_len=2**30))
+            got = checked(inputs, max_input_len=max_input_len)
+            assert_same_bits(f"max_input_len {max_input_len}", got, want)
+    checked(inputs, max_input_len=2**30)
 
 
 @each_source
@@ -196,48 +199,41 @@ def test_strides_past_2_31_elements(axis: int) -> None:
     check_prefix(inputs, attend(replace(inputs, q=q, k=k, v=v), o))
 
 
-# ---- heads and dimensions
+# ---- heads, dimensions, pages
+
+SIZES: tuple[dict[str, Any], ...] = (
+    *[
+        {"h_q": h_q, "h_kv": h_kv, "sinks": "float32"}
+        for h_q, h_kv in ((1, 1), (6, 2), (5, 1), (64, 1), (128, 1), (96, 32))
+    ],
+    *[
+        {"d": d, "x": x, "layout": layout}
+        for layout in ("plain", "slice")
+        for d, x in ((1, 1), (17, 17), (17, 1), (40, 8), (111, 37), (160, 8), (160, 32), (224, 8))
+    ],
+    *[{"block_size": size, "window": 0} for size in (1, 2, 3, 7, 12, 16, 17, 48, 100, 112, 544, 1056)],
+    *[{"block_size": size, "window": 100} for size in (1, 7, 16, 48, 112, 1056)],
+    *[{"x": x} for x in (1, 2, 4, 8, 16, 32, 64, 128)],
+    *[
+        {"block_size": 48, "pack": pack, "padded": padded}
+        for padded in (False, True)
+        for pack in (1, 2, 4, 8, 16, 24, 48)
+    ],
+    *[
+        {"own_cached": True, "causal": causal, "block_size": size}
+        for causal in (True, False)
+        for size in (16, 48)
+    ],
+)
 
 
 @each_source
-@pytest.mark.parametrize("heads", ((1, 1), (6, 2), (5, 1), (64, 1), (128, 1), (96, 32)), ids=str)
-def test_groups_of_heads(heads: tuple[int, int], source: dict[str, Any]) -> None:
-    """Powers of two and others, up to more than a tile has rows."""
-    checked(make_prefix_inputs(PrefixCase(**MANY, h_q=heads[0], h_kv=heads[1], sinks="float32", **source)))
-
-
-@pytest.mark.parametrize(
-    ("d", "x"), ((1, 1), (17, 17), (17, 1), (40, 8), (111, 37), (160, 8), (160, 32), (224, 8)), ids=str
-)
-def test_other_head_dimensions(d: int, x: int) -> None:
-    """Those that are no multiple of 8 are copied unless their rows are apart."""
-    for layout in ("plain", "slice"):
-        checked(make_prefix_inputs(PrefixCase(**MANY, d=d, x=x, layout=layout)))
-
-
-# ---- pages
-
-
-@pytest.mark.parametrize("block_size", (1, 2, 3, 7, 12, 16, 17, 48, 100, 112, 544, 1056))
-def test_sizes_of_pages(block_size: int) -> None:
-    """In every way to read them, from the first page on and from the middle."""
-    for source in SOURCES.values():
-        for window in (0, 100):
-            checked(make_prefix_inputs(PrefixCase(**MANY, block_size=block_size, window=window, **source)))
-
-
-@pytest.mark.parametrize("x", (1, 2, 4, 8, 16, 32, 64, 128))
-def test_groups_of_dimensions(x: int) -> None:
-    for cache in ("auto", "fp8_e4m3"):
-        checked(make_prefix_inputs(PrefixCase(**MANY, x=x, kv_cache_dtype=cache)))
-
-
-@pytest.mark.parametrize("pack", (1, 2, 4, 8, 16, 24, 48))
-def test_interleaved_values(pack: int) -> None:
-    for cache in ("auto", "fp8_e4m3"):
-        for padded in (False, True):
-            case = PrefixCase(**MANY, block_size=48, pack=pack, kv_cache_dtype=cache, padded=padded)
-            checked(make_prefix_inputs(case))
+@pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: PrefixCase((), (), **sizes).id)
+def test_sizes(sizes: dict[str, Any], source: dict[str, Any]) -> None:
+    """Groups of heads up to more than a tile has rows, head dimensions, pages, groups of dimensions,
+    interleaved values, and own tokens in the cache.
+    """
+    checked(make_prefix_inputs(PrefixCase(**{**MANY, **source, **sizes})))
 
 
 @each_source
@@ -386,15 +382,6 @@ def test_windows(causal: bool, source: dict[str, Any]) -> None:
 
 
 @each_source
-def test_windows_that_change_nothing(source: dict[str, Any]) -> None:
-    inputs = make_prefix_inputs(PrefixCase(**MANY, **source))
-    want = attend(inputs)
-    for window in (None, 0, -1, -(2**40)):
-        assert_same_rows(str(window), inputs, attend(inputs, sliding_window=window), want)
-    checked(inputs, sliding_window=5000)
-
-
-@each_source
 def test_a_window_of_one_token_is_its_value(source: dict[str, Any]) -> None:
     case = PrefixCase(**MANY, window=1, h_kv=4, **source)
     inputs = make_prefix_inputs(case)
@@ -424,16 +411,12 @@ def test_flat_and_sharp_scores(spread: float, source: dict[str, Any]) -> None:
     checked(inputs)
 
 
-@pytest.mark.parametrize("scale", (1e-30, 1e-4, 3.0))
-def test_scales_of_softmax(scale: float) -> None:
-    for source in SOURCES.values():
+@each_source
+def test_scales_and_slopes(source: dict[str, Any]) -> None:
+    for scale in (1e-30, 1e-4, 3.0):
         checked(make_prefix_inputs(PrefixCase(**MANY, sm_scale=scale, **source)))
-
-
-@pytest.mark.parametrize("slopes", ((0.0, 0.0, 0.0, 0.0), (8.0, -0.001, 0.5, 100.0)), ids=str)
-def test_slopes(slopes: tuple[float, ...]) -> None:
-    for source in SOURCES.values():
-        inputs = make_prefix_inputs(PrefixCase(**MANY, alibi=True, **source))
+    inputs = make_prefix_inputs(PrefixCase(**MANY, alibi=True, **source))
+    for slopes in ((0.0, 0.0, 0.0, 0.0), (8.0, -0.001, 0.5, 100.0)):
         inputs.alibi_slopes.copy_(torch.tensor(slopes))
         checked(inputs)
 
@@ -472,7 +455,7 @@ def test_scales_of_caches(scale: float, cache: str) -> None:
 
 
 def test_scales_as_numbers_or_arrays() -> None:
-    """Of shape [] or [1], on the device: the same bits. They are not looked at without an FP8 cache."""
+    """Of shape [] or [1], on the device: the same bits."""
     case = PrefixCase(**MANY, kv_cache_dtype="fp8", k_scale=0.5, v_scale=3.0, out_scale=0.0625)
     inputs = make_prefix_inputs(case)
     want = checked(inputs)
@@ -483,12 +466,15 @@ def test_scales_as_numbers_or_arrays() -> None:
             assert_same_bits(name, checked(inputs, **{name: array}), want)
     for dtype in ("uint8", "int8"):
         assert_same_bits(dtype, checked(make_prefix_inputs(replace(case, bytes_dtype=dtype))), want)
-    plain = make_prefix_inputs(PrefixCase(**MANY))
-    without = attend(plain)
-    for scale in (0.0, None, 7.0):
-        assert_same_rows(str(scale), plain, attend(plain, k_scale=scale, v_scale=scale), without)
-    for name in ("bfloat16", "auto"):
-        assert_same_rows(name, plain, attend(plain, kv_cache_dtype=name), without)
+
+
+@pytest.mark.parametrize("name", ("k_scale", "v_scale"))
+def test_scales_of_zero(name: str) -> None:
+    """On the device, where nothing can refuse them: all scores of the context, or all its values, are 0."""
+    case = PrefixCase(**MANY, kv_cache_dtype="fp8_e4m3", x=16, device_scales=True)
+    inputs = make_prefix_inputs(case)
+    getattr(inputs, name).zero_()
+    checked(inputs)
 
 
 # ---- o
@@ -563,15 +549,6 @@ def test_bytes_of_large_numbers(source: dict[str, Any]) -> None:
     assert bool((got[1::2] & 0x7F == 0x7F).all())
 
 
-@pytest.mark.parametrize("name", ("k_scale", "v_scale"))
-def test_scales_of_zero(name: str) -> None:
-    """On the device, where nothing can refuse them: all scores of the context, or all its values, are 0."""
-    case = PrefixCase(**MANY, kv_cache_dtype="fp8_e4m3", x=16, device_scales=True)
-    inputs = make_prefix_inputs(case)
-    getattr(inputs, name).zero_()
-    checked(inputs)
-
-
 @pytest.mark.parametrize("scale", (1e-6, 3e-4, 0.7, 40.0))
 def test_scales_of_o(scale: float) -> None:
     """The smallest makes all elements as large as e4m3 has them, the largest most of them 0."""
@@ -581,58 +558,25 @@ def test_scales_of_o(scale: float) -> None:
             assert float((decode_out(written).abs() == E4M3_LARGEST).double().mean()) > 0.9
 
 
-# ---- arrays that are copied
+# ---- arrays that are copied, and strides of 0
 
 
 @pytest.mark.parametrize("name", ("q", "k", "v"))
-def test_copies(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies(name: str, copies: list[str]) -> None:
     """A last dimension that is not contiguous, an address, a stride: copied, one array each."""
-    made: list[str] = []
-    original = frameworks.TorchFramework.aligned_copy
-
-    def counted(self: Any, array: Any, argument: str) -> Any:
-        made.append(argument)
-        return original(self, array, argument)
-
-    monkeypatch.setattr(frameworks.TorchFramework, "aligned_copy", counted)
     inputs = make_prefix_inputs(PrefixCase(**MANY, layout="slice"))
     want = checked(inputs)
-    assert made == []
-    array = getattr(inputs, name)
-    memory = torch.full((array.numel() + 1,), nan, dtype=array.dtype, device="cuda")
-    memory[1:] = array.flatten()
-    wide = torch.full((*array.shape[:-1], 132), nan, dtype=array.dtype, device="cuda")
-    wide[..., :128] = array
-    for moved in (
-        array.transpose(1, 2).contiguous().transpose(1, 2),
-        memory[1:].view(array.shape),
-        wide[..., :128],
-    ):
-        assert_same_bits(name, checked(replace(inputs, **{name: moved})), want)
-    assert made == [name] * 3
+    assert copies == []
+    for change in (in_order(0, 2, 1), at_offset(1), odd_rows):
+        assert_same_bits(name, checked(replace(inputs, **{name: change(getattr(inputs, name))})), want)
+    assert copies == [name] * 3
 
 
 @pytest.mark.parametrize("axes", ((0,), (1,), (0, 1)), ids=str)
 def test_broadcast_arrays(axes: tuple[int, ...]) -> None:
     """A stride of 0 is read as it is."""
     inputs = make_prefix_inputs(PrefixCase((130, 3, 77), (40, 0, 300)))
-
-    def first_for_all(x: Any) -> Any:
-        for axis in axes:
-            x = x.narrow(axis, 0, 1).expand(*[x.shape[i] if i == axis else -1 for i in range(3)])
-        return x
-
-    broadcast = replace(inputs, **{name: first_for_all(getattr(inputs, name)) for name in "qkv"})
+    change = first_for_all(axes)
+    broadcast = replace(inputs, **{name: change(getattr(inputs, name)) for name in "qkv"})
     dense = replace(broadcast, **{name: getattr(broadcast, name).contiguous() for name in "qkv"})
     assert_same_bits("broadcast", checked(broadcast), checked(dense))
-
-
-def test_tensors_that_require_grad() -> None:
-    """Without a graph of autograd they are as others; with one the call is refused."""
-    inputs = make_prefix_inputs(PrefixCase(**MANY))
-    want = attend(inputs)
-    inputs.q.requires_grad_()
-    with torch.no_grad():
-        assert_same_rows("no_grad", inputs, attend(inputs), want)
-    with pytest.raises(ValueError, match="^q: expected"):
-        rawmla.context_attention_fwd(**inputs.keywords(want))

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 from gpu_support import torch
-from prefix_calls import Target, attend, run_cases
 
 from kit.mha import LEAST, worst_row
 from kit.prefix import PrefixCase, make_prefix_inputs, reference, written_rows
+from operations.prefix import Target, attend, run_cases
 
 PAST_ALL = 5000  # a window of more than any context
 VALUES: dict[str, tuple[Any, ...]] = {
