@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 import pytest
-from decode_fakes import FakeFramework, contiguous
+from calls.fakes import FakeFramework, contiguous
 
 from rawmla.call.arguments import Arg, Sizes, check_arguments, check_once, check_places, mixes_frameworks
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import fresh
 import pytest
-from decode_fakes import (
+from calls.fakes import (
     FakeArray,
     World,
     dense_arguments,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from decode_fakes import World, make_world
+from calls.fakes import World, make_world
 
 import rawmla
 from rawmla import jit

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from decode_fakes import FakeArray, FakeFramework, World, make_world, trace_on_device_0
-from test_flex_calls import read_struct
+from calls.fakes import FakeArray, FakeFramework, World, make_world, trace_on_device_0
+from calls.test_flex_lists import read_struct
 
 import rawmla
 from rawmla import jit

@@ -392,9 +392,9 @@ def pi_of(module: Any) -> Any:
 
 
 def imports(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
-    import decode_fakes
+    import calls
 
-    return s * len(decode_fakes.__name__)
+    return s * len(calls.__name__)
 
 
 def imports_from(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:

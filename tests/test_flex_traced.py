@@ -12,10 +12,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 import flex_on_cpu  # noqa: E402
-from decode_fakes import trace_on_device_0  # noqa: E402
+from calls.constants import installed  # noqa: E402
+from calls.fakes import trace_on_device_0  # noqa: E402
 from emulator.device import HostTensors  # noqa: E402
 from flex_page import TRACED  # noqa: E402
-from test_flex_autograd_calls import table_of  # noqa: E402
 
 import rawmla  # noqa: E402
 from rawmla import jit  # noqa: E402
@@ -197,20 +197,21 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
         assert given == [ordinal]
 
 
-def test_gradients_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are those of the function itself."""
+def test_gradients_of_a_call() -> None:
+    """They are those of the function itself: of the same text, which reads the same."""
     heads, tokens, size = 2, 140, 150
     table = torch.randn(heads, tokens + size, requires_grad=True)
     q, k, v = [torch.randn(1, heads, n, 16).half().requires_grad_() for n in (tokens, size, size)]
-    launches = flex_on_cpu.install(monkeypatch)
-    launches.score = lambda table: table_of("table", table)
     score = lambda s, b, h, q, k: s + table[h, q - k + size]  # noqa: E731
     found = []
-    for function in (score, traced(score)):
-        out = rawmla.flex_attention(q, k, v, function)
-        found.append((out.detach(), *torch.autograd.grad(out.float().square().mean(), (q, k, v, table))))
+    with installed() as launches:
+        for function in (score, traced(score)):
+            out = rawmla.flex_attention(q, k, v, function)
+            found.append((out.detach(), *torch.autograd.grad(out.float().sum(), (q, k, v, table))))
     for one, other in zip(*found, strict=True):
         assert bool(one.any()) and torch.equal(one, other)
+    first, second = launches.backward
+    assert first.call == second.call and first.score_mod[:32] == second.score_mod[:32]
 
 
 def test_the_page(monkeypatch: pytest.MonkeyPatch) -> None:

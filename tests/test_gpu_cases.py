@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import test_plans
-from decode_fakes import SM_COUNT, FakeArray, FakeFramework, contiguous
+from calls.fakes import SM_COUNT, FakeArray, FakeFramework, contiguous
 from gpu_support import forced_clusters
 
 import rawmla

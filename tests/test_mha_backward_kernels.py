@@ -8,9 +8,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from calls.test_dense_backward import D_QK, EXPECTED
 from cuda_probe import assert_in_kernel, assert_no_losses
 from full_cases import full_unless
-from test_mha_backward_calls import D_QK, EXPECTED
 from test_params import conditions_of, has_members
 
 from rawmla import jit

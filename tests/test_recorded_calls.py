@@ -9,8 +9,8 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from calls.fakes import FakeArray, make_world
 from contract_calls import Call, Recorded, attention_calls, functions_of, recorded
-from decode_fakes import FakeArray, make_world
 
 from rawmla import reference
 from rawmla.mla.plan import FlashMLASchedMeta

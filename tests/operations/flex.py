@@ -251,7 +251,12 @@ FLEX = Operation(
     ordered_like="query",
     grads=("query", "key", "value"),
     out=slices,
-    empty={"no query tokens": (lambda a: {"query": a["query"][:, :, :0]}, {"out": 2, "lse": 2})},
+    empty={
+        "no query tokens": (
+            lambda a: {"query": a["query"][:, :, :0], "block_mask": None},
+            {"out": 2, "lse": 2},
+        )
+    },
     bad={
         "scale NaN": (ValueError, "scale", put("scale", float("nan"))),
         "key of another dtype": (TypeError, "key", replaced("key", lambda x: x.double())),

@@ -1,4 +1,4 @@
-"""`rawmla.warmup_call`: a call up to its launches; arrays and launches are stand-ins."""
+"""`rawmla.warmup_call` beside what test_launches.py has of every operation: plans, gradients, functions."""
 
 from __future__ import annotations
 
@@ -7,79 +7,48 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import test_mha_calls as mha_calls
-from decode_fakes import (
+
+import rawmla
+from calls import test_dense as dense
+from calls.fakes import (
     B,
     FakeArray,
     FakeFramework,
     World,
-    change,
     dense_arguments,
     make_world,
-    out_array,
-    prefill_arguments,
     sparse_arguments,
 )
-
-import rawmla
 from rawmla import jit
 from rawmla.call import memo
 from rawmla.flex import create
 from rawmla.jit import NO_LAUNCH, KernelSpec
-from rawmla.kernels import mha_backward, mha_forward, mla_cache_write, mla_merge_states
+from rawmla.kernels import mha_backward, mha_forward
+
+decode = rawmla.flash_mla_with_kvcache
 
 
-@pytest.fixture
-def world(monkeypatch: pytest.MonkeyPatch) -> World:
-    return make_world(monkeypatch)
+def plan_without_class() -> Any:
+    """A plan object of another library."""
+    return SimpleNamespace(have_initialized=False, config=None, tile_scheduler_metadata=None, num_splits=None)
 
 
 @pytest.mark.parametrize("make", (dense_arguments, sparse_arguments), ids=("dense", "sparse"))
-@pytest.mark.parametrize("form", ("tensors", "object", "filled"))
-def test_decode(world: World, make: Callable[[], Any], form: str) -> None:
-    arguments = make()
-    plan = rawmla.FlashMLASchedMeta()
-    if form != "tensors":
-        arguments.update(tile_scheduler_metadata=plan, num_splits=None)
-    if form == "filled":
-        rawmla.flash_mla_with_kvcache(**arguments)
-        for done in (world.framework.allocated, world.decodes, world.sparse, world.plans):
-            done.clear()
-    before = dict(vars(plan))
-    assert rawmla.warmup_call(rawmla.flash_mla_with_kvcache, **arguments) is None
-    launches = world.decodes + world.sparse
-    assert [launch.stream for launch in launches] == [NO_LAUNCH]
-    assert launches[0].k_cache == arguments["k_cache"].ptr and launches[0].capturing() is False
-    assert [launch["stream"] for launch in world.plans] == [NO_LAUNCH] * (form == "object")
-    assert vars(plan) == before and not world.framework.allocated
-
-
 @pytest.mark.parametrize("filled", (False, True))
-def test_a_plan_object_of_another_library(world: World, filled: bool) -> None:
-    """It is not filled either, and the call itself takes it afterwards."""
-    fields = dict.fromkeys(("config", "tile_scheduler_metadata", "num_splits"))
-    plan = SimpleNamespace(have_initialized=False, **fields)
-    arguments = dense_arguments() | {"tile_scheduler_metadata": plan, "num_splits": None}
+@pytest.mark.parametrize("plan_class", (rawmla.FlashMLASchedMeta, plan_without_class))
+def test_plan_objects(world: World, make: Callable[[], Any], filled: bool, plan_class: Any) -> None:
+    """One is not filled, and the call itself takes it afterwards."""
+    plan = plan_class()
+    arguments = make() | {"tile_scheduler_metadata": plan, "num_splits": None}
     if filled:
-        rawmla.flash_mla_with_kvcache(**arguments)
+        decode(**arguments)
+        world.begin_again()
     before = dict(vars(plan))
-    rawmla.warmup_call(rawmla.flash_mla_with_kvcache, **arguments)
-    assert vars(plan) == before
-    rawmla.flash_mla_with_kvcache(**arguments)
-    assert [launch.stream for launch in world.decodes] == [0x51] * filled + [NO_LAUNCH, 0x51]
-
-
-def test_positional_with_out(world: World) -> None:
-    out = out_array()
-    rawmla.warmup_call(rawmla.flash_mla_with_kvcache, *dense_arguments().values(), out=out)
-    assert world.decodes[0].out == out.ptr and not world.framework.allocated
-
-
-def test_q_that_would_be_copied(world: World) -> None:
-    arguments = dense_arguments()
-    change("q", ptr=0x1002)(arguments)
-    rawmla.warmup_call(rawmla.flash_mla_with_kvcache, **arguments)
-    assert world.decodes[0].stream == NO_LAUNCH and not world.framework.copied
+    rawmla.warmup_call(decode, **arguments)
+    assert [launch["stream"] for launch in world.plans] == [NO_LAUNCH] * (not filled)
+    assert vars(plan) == before and not world.framework.allocated
+    decode(**arguments)
+    assert [launch.stream for launch in world.decodes + world.sparse] == [NO_LAUNCH, 0x51]
 
 
 def test_metadata(world: World) -> None:
@@ -91,57 +60,23 @@ def test_metadata(world: World) -> None:
     assert world.plans[1]["sched_meta"] == 0x8000 and not world.framework.allocated
 
 
-def test_lists_of_arrays(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    streams = []
-    monkeypatch.setattr(mla_merge_states, "launch", lambda *parts, stream, **more: streams.append(stream))
-    outs = [FakeArray((2, 3, 8, 512), "bfloat16", ptr=0x1000 * i) for i in (1, 2)]
-    lses = [FakeArray((2, 8, 3), "float32", ptr=0x100 * i) for i in (1, 2)]
-    rawmla.warmup_call(rawmla.merge_attn_states, outs, lses)
-    assert streams == [NO_LAUNCH] and not world.framework.allocated
-
-
-def test_a_result_that_is_reshaped(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    streams = []
-    monkeypatch.setattr(mla_cache_write, "launch", lambda format, *, stream, **more: streams.append(stream))
-    cache = FakeArray((4, 3, 1, 512), "bfloat16", ptr=0x1000)
-    rawmla.warmup_call(rawmla.quantize_k_cache, cache, "model1")
-    assert streams == [NO_LAUNCH] and not world.framework.allocated
-
-
-def test_prefill(world: World) -> None:
-    arguments = prefill_arguments(optional=True)
-    rawmla.warmup_call(rawmla.flash_mla_sparse_fwd, **arguments)
-    assert {launch.stream for launch in world.sparse} == {NO_LAUNCH} and not world.framework.allocated
-
-
 def test_what_the_call_refuses(world: World) -> None:
     arguments = dense_arguments()
-    change("q", dtype="float32")(arguments)
+    arguments["q"] = arguments["q"].but(dtype="float32")
     with pytest.raises(TypeError, match=r"^q: expected dtype bfloat16 or float16"):
-        rawmla.warmup_call(rawmla.flash_mla_with_kvcache, **arguments)
+        rawmla.warmup_call(decode, **arguments)
     for function in (print, rawmla.warmup, rawmla.reference.convert_indices, rawmla.FlashMLASchedMeta):
         with pytest.raises(TypeError, match=r"^function: expected a function of rawmla"):
             rawmla.warmup_call(function, 3)
     with pytest.raises(TypeError, match=r"^softmax_scale: expected a float or None, got array$"):
-        rawmla.warmup_call(
-            rawmla.flash_mla_with_kvcache, **dense_arguments(), softmax_scale=FakeArray((), "float32")
-        )
+        rawmla.warmup_call(decode, **dense_arguments(), softmax_scale=FakeArray((), "float32"))
     assert world.untouched
-
-
-def test_the_call_itself_is_not_mistaken_for_it(world: World) -> None:
-    arguments = dense_arguments()
-    rawmla.warmup_call(rawmla.flash_mla_with_kvcache, **arguments)
-    out, _ = rawmla.flash_mla_with_kvcache(**arguments)
-    rawmla.warmup_call(rawmla.flash_mla_with_kvcache, **arguments)
-    assert [launch.stream for launch in world.decodes] == [NO_LAUNCH, 0x51, NO_LAUNCH]
-    assert out is world.framework.allocated[0]
 
 
 # ---- dense attention and its backward
 
-FIXED = {**mha_calls.fixed(), "causal": True, "softcap": 5.0}
-VARLEN = {**mha_calls.optional(), "window_size": (3, 0)}
+FIXED = {**dense.fixed(), "causal": True, "softcap": 5.0}
+VARLEN = {**dense.optional(), "window_size": (3, 0)}
 RENAMED = {
     {"cu_seqlens_q": "cu_seqlens_qo", "max_seqlen_k": "max_seqlen_kv", "attn_sink": "learnable_sink"}.get(
         n, n
@@ -155,12 +90,12 @@ MHA_CALLS = {
     "renamed": (rawmla.flash_attn_varlen_func, RENAMED),
     "qkv": (
         rawmla.flash_attn_varlen_qkvpacked_func,
-        {**mha_calls.packed_qkv(40, 8, 320), "head_dim_qk": 128},
+        {**dense.packed_qkv(40, 8, 320), "head_dim_qk": 128},
     ),
-    "qkv4": (rawmla.flash_attn_varlen_qkvpacked_func, mha_calls.packed_qkv(40, 3, 8, 128)),
+    "qkv4": (rawmla.flash_attn_varlen_qkvpacked_func, dense.packed_qkv(40, 3, 8, 128)),
     "kv": (
         rawmla.flash_attn_varlen_kvpacked_func,
-        {**mha_calls.packed_kv(56, 2, 192), "head_dim_qk": 128, "alibi_slopes": FakeArray((8,), "float32")},
+        {**dense.packed_kv(56, 2, 192), "head_dim_qk": 128, "alibi_slopes": FakeArray((8,), "float32")},
     ),
 }
 
@@ -226,7 +161,7 @@ def test_kernels_of_dense_attention_and_its_backward(monkeypatch: pytest.MonkeyP
 
 
 def test_dense_attention_by_position_with_out(world: World) -> None:
-    call = mha_calls.plain()
+    call = dense.plain()
     out = FakeArray((40, 8, 64), "bfloat16", ptr=0x7000)
     rawmla.warmup_call(rawmla.flash_attn_varlen_func, *call.values(), out=out, backward=True)
     assert world.mha[0].addresses.out == 0x7000 == world.mha_backward[0].addresses.out
@@ -237,15 +172,13 @@ def test_backward_of_dense_attention(world: World) -> None:
     """The plain functions for gradients, too."""
     out = FakeArray((40, 8, 64), "bfloat16", ptr=0x7000)
     lse = FakeArray((40, 8), "float32", ptr=0x8000)
-    rawmla.warmup_call(
-        rawmla.flash_attn_varlen_backward, out, out=out, lse=lse, **mha_calls.optional(), dq=None
-    )
+    rawmla.warmup_call(rawmla.flash_attn_varlen_backward, out, out=out, lse=lse, **dense.optional(), dq=None)
     assert [launch.stream for launch in world.mha_backward] == [NO_LAUNCH]
     assert not world.mha and not world.framework.allocated
 
 
 def test_backward_without_keys(world: World) -> None:
-    call = {**mha_calls.fixed()}
+    call = {**dense.fixed()}
     for name, columns in (("k", 128), ("v", 64)):
         call[name] = FakeArray((3, 0, 2, columns), "bfloat16")
     rawmla.warmup_call(rawmla.flash_attn_func, **call, backward=True)
@@ -253,31 +186,31 @@ def test_backward_without_keys(world: World) -> None:
 
 
 def test_tensors_that_require_grad(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are looked at, and no graph is made of them."""
+    """No graph is made of them. Kernels are loaded for the gradients that they need."""
     torch = pytest.importorskip("torch")
-    mha_on_cpu = pytest.importorskip("mha_on_cpu")
-    launched = mha_on_cpu.install(monkeypatch, streams := [])
-    q = torch.zeros(2, 3, 4, 16, dtype=torch.float16, requires_grad=True)
-    rawmla.warmup_call(rawmla.flash_attn_func, q, q, q, backward=True)
-    assert not launched and streams == [NO_LAUNCH] * 2
+    from calls.constants import installed
+
     needed: list[Any] = []
-    prepared = mha_backward.PreparedMhaBackward
-
-    def recorded(call: Any, capturing: Any) -> Any:
-        needed.append(call.needs)
-        return prepared(call, capturing)
-
-    monkeypatch.setattr(mha_backward, "PreparedMhaBackward", recorded)
+    q = torch.zeros(2, 3, 4, 16, dtype=torch.float16, requires_grad=True)
     frozen = q.detach()
-    memo.clear_all()
-    for arrays in ((q, frozen, frozen), (frozen, q, q), (frozen, frozen, frozen)):
-        rawmla.warmup_call(rawmla.flash_attn_func, *arrays, backward=True)
-    # Where nothing requires grad, all are loaded.
-    assert needed == [(True, False, False, False), (False, True, True, False), (True, True, True, False)]
-    kv = torch.zeros(9, 1, 576, dtype=torch.bfloat16, requires_grad=True)
-    rows = torch.zeros(2, 1, 64, dtype=torch.int32)
-    with pytest.raises(ValueError, match="^kv: expected a tensor that needs no gradient"):
-        rawmla.warmup_call(rawmla.flash_mla_sparse_fwd, kv.detach(), kv, rows, 0.1)
+    with installed() as launches:
+        prepared = mha_backward.PreparedMhaBackward
+
+        def recorded(call: Any, capturing: Any) -> Any:
+            needed.append(tuple(call.needs))
+            return prepared(call, capturing)
+
+        monkeypatch.setattr(mha_backward, "PreparedMhaBackward", recorded)
+        for arrays in ((q, frozen, frozen), (frozen, q, q), (frozen, frozen, frozen)):
+            rawmla.warmup_call(rawmla.flash_attn_func, *arrays, backward=True)
+        monkeypatch.undo()
+        assert not launches.forward and not launches.backward and launches.skipped == [NO_LAUNCH] * 6
+        # Where nothing requires grad, all are loaded.
+        assert needed == [(True, False, False, False), (False, True, True, False), (True, True, True, False)]
+        kv = torch.zeros(9, 1, 576, dtype=torch.bfloat16, requires_grad=True)
+        rows = torch.zeros(2, 1, 64, dtype=torch.int32)
+        with pytest.raises(ValueError, match="^kv: expected a tensor that needs no gradient"):
+            rawmla.warmup_call(rawmla.flash_mla_sparse_fwd, kv.detach(), kv, rows, 0.1)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Shared by the tests of the public calls: stand-ins for arrays, their framework, and the launches."""
+"""Stand-ins for arrays, their framework and the launches of kernels, and calls made of them."""
 
 from __future__ import annotations
 
@@ -18,6 +18,10 @@ from rawmla.kernels import (
     common,
     mha_backward,
     mha_forward,
+    mla_cache_gather,
+    mla_cache_write,
+    mla_convert_indices,
+    mla_merge_states,
     mla_sparse_prefill,
 )
 from rawmla.kernels import mla_combine as combine
@@ -26,6 +30,7 @@ from rawmla.kernels import mla_metadata as metadata
 from rawmla.kernels import mla_sparse as sparse_decode
 
 SM_COUNT = 132
+COPY = 0xC0000  # the address of a copy; further ones are 0x1000 apart
 LISTS = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
 Q_LISTS = ("q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices")
 Arguments = dict[str, Any]
@@ -44,7 +49,16 @@ class FakeArray:
     index: Any = None  # what was taken of the array
 
     def __getitem__(self, index: Any) -> FakeArray:
-        return dataclasses.replace(self, index=index)
+        """Take a part. Of a part of the columns the shape is known, too."""
+        part = dataclasses.replace(self, index=index)
+        if isinstance(index, tuple) and index[0] == slice(None) and isinstance(index[1], slice):
+            part.shape, part.strides = (self.shape[0], index[1].stop), contiguous(self.shape)
+        return part
+
+    def reshape(self, *shape: int) -> FakeArray:
+        """Split the columns of rows that may lie apart."""
+        assert self.strides is not None and shape[0] == self.shape[0]
+        return dataclasses.replace(self, shape=shape, strides=(self.strides[0], *contiguous(shape)[1:]))
 
     def but(self, **changes: Any) -> FakeArray:
         """A copy with other fields; a new shape is contiguous again."""
@@ -84,13 +98,13 @@ class FakeFramework:
     def contiguous_copy(self, array: FakeArray, name: str) -> FakeArray:
         assert name == "q"
         self.copied.append(array)
-        return array.but(strides=None, ptr=0xC0000)
+        return array.but(strides=None, ptr=COPY)
 
     def aligned_copy(self, array: FakeArray, name: str, dtype: str | None = None) -> FakeArray:
         flex = ("query", "key", "value", "grad_out", *LISTS, *Q_LISTS)
         assert name in ("q", "k", "v", "kv", "qkv", "out", "dout", *flex)
         self.copied.append(array)
-        return array.but(strides=None, ptr=0xC0000 + 0x1000 * len(self.copied), dtype=dtype or array.dtype)
+        return array.but(strides=None, ptr=COPY + 0x1000 * len(self.copied), dtype=dtype or array.dtype)
 
     def fill(self, array: FakeArray, value: float) -> None:
         self.filled.append((array, value))
@@ -120,29 +134,45 @@ def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 @dataclasses.dataclass
 class World:
-    """The framework of all arrays and the launches of a test."""
+    """The framework of all arrays and the launches of a test.
+
+    A launch is everything that it depends on, by name.
+    """
 
     framework: FakeFramework
-    decodes: list[SimpleNamespace]  # everything that the launches of a call depend on, by name
-    sparse: list[SimpleNamespace]  # the same of sparse calls
-    mha: list[SimpleNamespace]  # and of dense attention
-    mha_backward: list[SimpleNamespace]  # and of its backward
-    prefix: list[SimpleNamespace]  # and of prefix prefill
-    flex: list[SimpleNamespace]  # and of flex attention
-    flex_backward: list[SimpleNamespace]  # and of its backward
+    decodes: list[SimpleNamespace]
+    sparse: list[SimpleNamespace]
+    mha: list[SimpleNamespace]
+    mha_backward: list[SimpleNamespace]
+    prefix: list[SimpleNamespace]
+    flex: list[SimpleNamespace]
+    flex_backward: list[SimpleNamespace]
     plans: list[Arguments]
+    around: list[Arguments]  # of caches, indices and merges
     reads: list[str]  # names of the arguments that were read
     loaded: list[Any]  # specs of the kernels that are launched by themselves
     enqueued: list[SimpleNamespace]  # their launches, and what was cleared
 
     @property
+    def launched(self) -> list[Arguments]:
+        """The launches of all families."""
+        attention = (self.decodes, self.sparse, self.mha, self.mha_backward, self.prefix)
+        with_mods = (self.flex, self.flex_backward, self.enqueued)
+        others = [vars(launch) for launches in (*attention, *with_mods) for launch in launches]
+        return [*self.plans, *self.around, *others]
+
+    @property
     def untouched(self) -> bool:
-        """Nothing was allocated, copied, filled or launched."""
+        """Nothing was allocated, copied, filled, loaded or launched."""
         made = self.framework
-        launched = self.decodes or self.sparse or self.mha or self.mha_backward or self.prefix or self.flex
-        launched = launched or self.flex_backward
-        loaded = self.plans or self.loaded or self.enqueued
-        return not (made.allocated or made.copied or made.filled or launched or loaded)
+        return not (made.allocated or made.copied or made.filled or self.loaded or self.launched)
+
+    def begin_again(self) -> None:
+        """Forget what was recorded, so that the next call is recorded as a first one."""
+        made = self.framework
+        records = [getattr(self, field.name) for field in dataclasses.fields(self)[1:]]
+        for record in (made.allocated, made.copied, made.filled, *records):
+            record.clear()
 
 
 class PreparedDecode:
@@ -267,10 +297,13 @@ class LoadedKernel:
 
 def make_world(monkeypatch: pytest.MonkeyPatch) -> World:
     """Stand-ins for arrays, launches and the device, for the length of a test."""
-    made = World(FakeFramework(), *[[] for _ in range(11)])
+    made = World(FakeFramework(), *[[] for _ in range(12)])
 
     def clear(address: int, size: int, stream: int, device: int) -> None:
         made.enqueued.append(SimpleNamespace(name="clear", address=address, size=size, stream=stream))
+
+    def launch_around(*positional: Any, **arguments: Any) -> None:
+        made.around.append({"positional": positional, **arguments})
 
     def read(x: FakeArray, name: str) -> frameworks.Fields:
         made.reads.append(name)
@@ -298,6 +331,8 @@ def make_world(monkeypatch: pytest.MonkeyPatch) -> World:
     monkeypatch.setattr(mha_backward, "PreparedMhaBackward", prepared_backward)
     monkeypatch.setattr(jit, "get_kernel", lambda *which, capturing: LoadedKernel(made, *which, capturing))
     monkeypatch.setattr(jit, "clear", clear)
+    for module in (mla_cache_write, mla_cache_gather, mla_convert_indices, mla_merge_states):
+        monkeypatch.setattr(module, "launch", launch_around)
     monkeypatch.setattr(metadata, "launch", lambda **arguments: made.plans.append(arguments))
     monkeypatch.setattr(metadata, "load", lambda b, device, capturing: None)
     monkeypatch.setattr(mla_sparse_prefill, "_load", lambda specs, call, capturing: None)

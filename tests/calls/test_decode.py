@@ -1,0 +1,784 @@
+"""Decoding, dense and sparse: what each alone refuses, and what its launches get."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import rawmla
+from calls.fakes import (
+    COPY,
+    D_QK,
+    EXTRA_BLOCKS,
+    EXTRA_PAGE,
+    EXTRA_TOPK,
+    H_KV,
+    H_Q,
+    K_STRIDES,
+    MAX_BLOCKS,
+    NUM_BLOCKS,
+    OUT_SHAPE,
+    PAGE,
+    PARTS,
+    S_Q,
+    SPARSE_COLUMNS,
+    TOPK,
+    Arguments,
+    B,
+    FakeArray,
+    World,
+    both,
+    change,
+    dense_arguments,
+    empty_plan_with,
+    out_array,
+    put,
+    q_pair,
+    sparse_arguments,
+)
+from calls.refusals import Refusal, check_all_refused
+from rawmla.call import arrays, frameworks
+from rawmla.kernels import mla_dense_decode
+from rawmla.kernels import mla_metadata as metadata
+from rawmla.kernels.mla_sparse import NO_CACHE, Cache
+
+decode = rawmla.flash_mla_with_kvcache
+Make = Callable[[], Arguments]
+CACHES = ("k_cache", "extra_k_cache")
+INDICES = ("indices", "extra_indices_in_kvcache")
+
+
+def full_sparse() -> Arguments:
+    """A sparse call with all that is optional."""
+    return sparse_arguments(extra=True)
+
+
+both_kinds = pytest.mark.parametrize("make", (dense_arguments, full_sparse), ids=("dense", "sparse"))
+
+
+def launch_of(world: World) -> Any:
+    """The only launch of a decode call."""
+    (launch,) = world.decodes + world.sparse
+    return launch
+
+
+def test_signature() -> None:
+    parameters = inspect.signature(decode).parameters
+    assert [(name, p.default) for name, p in parameters.items()] == [
+        *[(name, inspect.Parameter.empty) for name in list(dense_arguments())[:6]],
+        *[("num_splits", None), ("softmax_scale", None), ("causal", False), ("is_fp8_kvcache", False)],
+        *[("indices", None), ("attn_sink", None), ("extra_k_cache", None)],
+        *[("extra_indices_in_kvcache", None), ("topk_length", None), ("extra_topk_length", None)],
+        *[("out", None), ("enable_batch_invariant", False)],
+    ]
+    assert {p.kind for p in parameters.values()} == {inspect.Parameter.POSITIONAL_OR_KEYWORD}
+
+
+# ---- what is refused
+
+
+def int64(*names: str) -> list[Refusal]:
+    """The dtype that indices have by mistake."""
+    return [(name, TypeError, "int32 ... got int64", {"dtype": "int64"}) for name in names]
+
+
+PLAN_ROWS: list[Refusal] = [
+    *int64("tile_scheduler_metadata", "num_splits"),
+    ("head_dim_v", ValueError, "512", 576),
+    ("out", ValueError, "multiples of 8", out_array(strides=(16448, 8224, 514, 1))),
+    ("out", ValueError, "positive", out_array(strides=(-16384, 8192, 512, 1))),
+    ("out", ValueError, "overlap", out_array(strides=(16384, 8192, 256, 1))),
+    ("out", ValueError, "overlap", out_array(strides=(16384, 4096, 512, 1))),
+    ("out", ValueError, "overlap", out_array(strides=(8192, 8192, 512, 1))),
+    ("out", ValueError, "16-byte aligned address", out_array(ptr=0x7008)),
+    ("tile_scheduler_metadata", ValueError, "[num_sm_parts, 8]", {"shape": (0, 8)}),
+    ("tile_scheduler_metadata", ValueError, "1 to 65535 rows", {"shape": (65_536, 8)}),
+    ("tile_scheduler_metadata", ValueError, "contiguous", {"strides": (16, 1)}),
+    ("tile_scheduler_metadata", ValueError, "16-byte aligned", {"ptr": 0x5004}),
+    ("num_splits", ValueError, "int32 array", None),
+    (
+        "num_splits",
+        ValueError,
+        "None with a FlashMLASchedMeta",
+        put("tile_scheduler_metadata", rawmla.FlashMLASchedMeta()),
+    ),
+    ("tile_scheduler_metadata", ValueError, "both arrays", empty_plan_with(num_splits=FakeArray((B + 1,)))),
+    ("num_splits", TypeError, "NoneType", empty_plan_with(tile_scheduler_metadata=FakeArray((PARTS, 8)))),
+    (
+        "num_splits",
+        ValueError,
+        "b + 1 = 4",
+        empty_plan_with(tile_scheduler_metadata=FakeArray((PARTS, 8)), num_splits=FakeArray((B,))),
+    ),
+    ("tile_scheduler_metadata", ValueError, "config None", empty_plan_with(have_initialized=True)),
+]
+
+
+@both_kinds
+def test_plans_and_results_that_are_refused(world: World, make: Make) -> None:
+    check_all_refused(world, decode, make, PLAN_ROWS)
+
+
+def q_and_cache(s_q: int, h_q: int, h_kv: int) -> Callable[[Arguments], None]:
+    """Another number of query tokens and of heads."""
+    return both(
+        change("q", shape=(B, s_q, h_q, D_QK)), change("k_cache", shape=(NUM_BLOCKS, PAGE, h_kv, D_QK))
+    )
+
+
+def pages_of_4032(max_blocks: int) -> Callable[[Arguments], None]:
+    """A table of this width, with pages of a size that limits it."""
+    return both(
+        change("k_cache", shape=(NUM_BLOCKS, 4032, H_KV, D_QK)), change("block_table", shape=(B, max_blocks))
+    )
+
+
+def requests(b: int, *changes: Callable[[Arguments], None]) -> Callable[[Arguments], None]:
+    """A dense call of this many requests of one token."""
+    return both(
+        change("q", shape=(b, 1, H_Q, D_QK)),
+        change("block_table", shape=(b, 1)),
+        change("cache_seqlens", shape=(b,)),
+        change("num_splits", shape=(b + 1,)),
+        *changes,
+    )
+
+
+DENSE_ROWS: list[Refusal] = [
+    *int64("block_table", "cache_seqlens"),
+    ("k_cache", TypeError, "bfloat16, the dtype of q ... got uint8", {"dtype": "uint8"}),
+    ("q", ValueError, "h_q 15 and h_kv 2", {"shape": (B, S_Q, 15, D_QK)}),
+    ("q", ValueError, "h_q 0 and h_kv 2", {"shape": (B, S_Q, 0, D_QK)}),
+    ("q", ValueError, "h_q 16 and h_kv 0", change("k_cache", shape=(NUM_BLOCKS, PAGE, 0, D_QK))),
+    *[
+        ("k_cache", ValueError, f"multiple of 64, got {page}", {"shape": (NUM_BLOCKS, page, H_KV, D_QK)})
+        for page in (0, 1, 8, 61, 65, 96)
+    ],
+    ("k_cache", ValueError, "at least 1 block", {"shape": (0, PAGE, H_KV, D_QK)}),
+    ("k_cache", ValueError, "16-byte aligned", {"ptr": 0x2008}),
+    ("k_cache", ValueError, "TMA", {"strides": (2**39, *K_STRIDES[1:])}),
+    ("k_cache", ValueError, "multiples of 8", {"strides": (K_STRIDES[0] + 4, *K_STRIDES[1:])}),
+    ("k_cache", ValueError, "multiples of 8", {"strides": (K_STRIDES[0], 1156, 578, 1)}),
+    ("k_cache", ValueError, "multiples of 8", {"strides": (-K_STRIDES[0], *K_STRIDES[1:])}),
+    ("k_cache", ValueError, "multiples of 8", {"strides": (0, *K_STRIDES[1:])}),
+    ("k_cache", ValueError, "at most 65535", q_and_cache(S_Q, 65_536, 65_536)),
+    ("q", ValueError, "2**31 rows", {"shape": (B, 2**27, H_Q, D_QK)}),
+    ("q", ValueError, "at most 4214848 rows", q_and_cache(4121, 1023, 1)),
+    ("q", ValueError, "within 64 GiB", {"strides": (2**35 // 2 // 8 * 8 + 8, H_Q * D_QK, D_QK, 1)}),
+    ("q", ValueError, "at most 16384", requests(16385, empty_plan_with())),
+    ("q", ValueError, "at most 65535 requests", requests(65_536, put("enable_batch_invariant", True))),
+    ("block_table", ValueError, "at most 277094672 tokens", pages_of_4032(68_724)),
+    ("cache_seqlens", ValueError, "[3]", {"shape": (4,)}),
+    *[
+        (name, ValueError, "None without indices", put(name, FakeArray((B, S_Q, 64))))
+        for name in ("attn_sink", *CACHES[1:], *INDICES[1:], "topk_length", "extra_topk_length")
+    ],
+]
+
+
+def test_dense_calls_that_are_refused(world: World) -> None:
+    check_all_refused(world, decode, dense_arguments, DENSE_ROWS)
+
+
+@pytest.mark.parametrize(
+    "largest",
+    (
+        q_and_cache(4120, 1023, 1),
+        pages_of_4032(68_723),
+        requests(65_536),
+        change("tile_scheduler_metadata", shape=(65_535, 8)),
+    ),
+)
+def test_largest_sizes(world: World, largest: Callable[[Arguments], None]) -> None:
+    """One less than the rows refuse."""
+    arguments = dense_arguments()
+    largest(arguments)
+    decode(**arguments)
+    assert len(world.decodes) == 1
+
+
+def test_all_sparse_arguments_without_indices_are_named(world: World) -> None:
+    """Before what else may be wrong."""
+    names = [name for name in full_sparse() if name.startswith(("attn_", "extra_", "topk_"))]
+    arguments = dense_arguments() | {name: FakeArray((B,)) for name in names} | {"q": None}
+    with pytest.raises(ValueError, match=r"^attn_sink, .*extra_topk_length: expected None without indices"):
+        decode(**arguments)
+    assert world.untouched
+
+
+def of_layout(layout: str, spoilt: Callable[[Arguments], None]) -> Callable[[Arguments], None]:
+    """The same call over a cache of another layout, spoilt afterwards."""
+    return both(lambda arguments: arguments.update(sparse_arguments(layout, extra=True)), spoilt)
+
+
+def cache_rows(name: str, blocks: int, page: int) -> list[Refusal]:
+    """What is refused of a cache of a sparse call, or of the extra one."""
+    wrong = {"v32": (584, 655, 576), "model1": (656, 576), "bf16 576": (512,), "bf16 512": (576,)}
+    rows_apart, columns_apart = (576, 2**31, 576, 1), (2 * page * 576, 1152, 1152, 2)
+    large_pages = (2, 3_728_271, 1, 584)
+    rows = page * 576
+    return [
+        (name, TypeError, "is_fp8_kvcache=True", {"dtype": "bfloat16"}),
+        (name, TypeError, "is_fp8_kvcache=False", of_layout("bf16 576", change(name, dtype="uint8"))),
+        (name, TypeError, "is_fp8_kvcache=False", of_layout("bf16 512", change(name, dtype="float16"))),
+        *[
+            (
+                name,
+                ValueError,
+                f"1, {SPARSE_COLUMNS[layout]}] for this d_qk",
+                of_layout(layout, change(name, shape=(blocks, page, 1, columns))),
+            )
+            for layout, several in wrong.items()
+            for columns in several
+        ],
+        (name, ValueError, "[num_blocks, page_block_size, 1, 656]", {"shape": (blocks, page, 2, 656)}),
+        (name, ValueError, "at least 1 block", {"shape": (0, page, 1, 656)}),
+        (name, ValueError, "page_block_size at least 1", {"shape": (blocks, 0, 1, 656)}),
+        (name, ValueError, "contiguous tokens", {"strides": (page * 672, 672, 672, 1)}),
+        (name, ValueError, "multiples of 8 bytes", {"strides": (page * 656 + 4, 656, 656, 1)}),
+        (name, ValueError, "not negative", {"strides": (-page * 656, 656, 656, 1)}),
+        (name, ValueError, "multiples of 8 bytes", {"ptr": 0x2004}),
+        *[
+            (name, ValueError, "multiples of 16 bytes", of_layout("bf16 576", change(name, **changes)))
+            for changes in (
+                {"ptr": 0x2008},
+                {"strides": (rows + 4, 576, 576, 1)},
+                {"strides": (page * 580, 580, 580, 1)},
+                {"strides": (rows, -576, 576, 1)},
+            )
+        ],
+        (name, ValueError, "than 4 GiB apart", of_layout("bf16 576", change(name, strides=rows_apart))),
+        (name, ValueError, "contiguous columns", of_layout("bf16 576", change(name, strides=columns_apart))),
+        (name, ValueError, "less than 2 GiB", of_layout("model1", change(name, shape=large_pages))),
+    ]
+
+
+def index_rows(name: str, width: int, text: str) -> list[Refusal]:
+    """What is refused of indices."""
+    return [
+        *[
+            (name, ValueError, f"[{B}, {S_Q}, {text}]", {"shape": shape})
+            for shape in ((B + 1, S_Q, width), (B, S_Q + 1, width), (B, S_Q, 0))
+        ],
+        (name, ValueError, "no negative stride", {"strides": (-2 * width, width, 1)}),
+        (name, ValueError, "no negative stride", {"strides": (2 * width, -width, 1)}),
+    ]
+
+
+SPARSE_ROWS: list[Refusal] = [
+    *int64(*INDICES, "topk_length", "extra_topk_length"),
+    ("attn_sink", TypeError, "float32 ... got bfloat16", {"dtype": "bfloat16"}),
+    ("q", ValueError, "576 or 512", {"shape": (B, S_Q, H_Q, 128)}),
+    ("q", ValueError, "at least 1 head", {"shape": (B, S_Q, 0, 576)}),
+    *cache_rows("k_cache", NUM_BLOCKS, PAGE),
+    *cache_rows("extra_k_cache", EXTRA_BLOCKS, EXTRA_PAGE),
+    *index_rows("indices", TOPK, "topk"),
+    *index_rows("extra_indices_in_kvcache", EXTRA_TOPK, "extra_topk"),
+    ("attn_sink", ValueError, "[16]", {"shape": (15,)}),
+    (
+        "extra_indices_in_kvcache",
+        ValueError,
+        "None",
+        both(put("extra_indices_in_kvcache", None), put("extra_topk_length", None)),
+    ),
+    ("extra_k_cache", ValueError, "None", None),
+    (
+        "extra_topk_length",
+        ValueError,
+        "without extra_k_cache",
+        both(put("extra_k_cache", None), put("extra_indices_in_kvcache", None)),
+    ),
+    ("causal", ValueError, "False with indices", np.True_),
+    (
+        "q",
+        ValueError,
+        "at most 16384",
+        both(
+            change("q", shape=(16385, 1, H_Q, 576)),
+            *[change(name, shape=(16385, 1, 9)) for name in INDICES],
+            *[change(name, shape=(16385,)) for name in ("topk_length", "extra_topk_length")],
+            empty_plan_with(),
+        ),
+    ),
+]
+
+
+def test_sparse_calls_that_are_refused(world: World) -> None:
+    check_all_refused(world, decode, full_sparse, SPARSE_ROWS)
+
+
+# ---- what launches get
+
+
+def test_every_field_of_a_dense_launch(world: World) -> None:
+    out, lse = decode(**dense_arguments(), softmax_scale=0.25, causal=True)
+    scratch = world.framework.allocated[2]
+    assert [(x.shape, x.dtype) for x in world.framework.allocated] == [
+        (OUT_SHAPE, "bfloat16"),
+        ((B, H_Q, S_Q), "float32"),
+        ((2 * PARTS * S_Q * H_Q * (512 * 2 + 3 * 4),), "uint8"),
+    ]
+    got = dict(vars(launch_of(world)))
+    assert got.pop("capturing")() is False
+    assert got == {
+        "device": 0,
+        "stream": 0x51,
+        "dtype": "bfloat16",
+        "b": B,
+        "s_q": S_Q,
+        "h_q": H_Q,
+        "h_kv": H_KV,
+        "d_qk": D_QK,
+        "page_block_size": PAGE,
+        "num_blocks": NUM_BLOCKS,
+        "q": 0x1000,
+        "q_rope": 0x1000 + 2 * 512,
+        "q_strides": (S_Q * H_Q * D_QK, H_Q * D_QK, D_QK),
+        "q_rope_strides": (S_Q * H_Q * D_QK, H_Q * D_QK, D_QK),
+        "k_cache": 0x2000,
+        "k_strides": (PAGE * H_KV * D_QK, H_KV * D_QK, D_QK),
+        "block_table": 0x3000,
+        "block_table_stride": MAX_BLOCKS,
+        "max_seqlen": MAX_BLOCKS * PAGE,
+        "cache_seqlens": 0x4000,
+        "sched_meta": 0x5000,
+        "num_parts": PARTS,
+        "num_splits": 0x6000,
+        "object_layout": False,
+        "batch_invariant": False,
+        "out": out.ptr,
+        "out_strides": (S_Q * H_Q * 512, H_Q * 512, 512),
+        "lse": lse.ptr,
+        "scratch": scratch.ptr,
+        "scratch_bytes": scratch.shape[0],
+        "softmax_scale": 0.25,
+        "causal": True,
+    }
+    assert not world.plans and not world.framework.copied
+
+
+CACHE = {
+    "v32": Cache(PAGE, NUM_BLOCKS, PAGE * 656, 656, TOPK, S_Q * TOPK, TOPK),
+    "model1": Cache(PAGE, NUM_BLOCKS, PAGE * 584, 576, TOPK, S_Q * TOPK, TOPK),
+    "bf16 576": Cache(PAGE, NUM_BLOCKS, PAGE * 1152, 1152, TOPK, S_Q * TOPK, TOPK),
+    "bf16 512": Cache(PAGE, NUM_BLOCKS, PAGE * 1024, 1024, TOPK, S_Q * TOPK, TOPK),
+}
+
+
+def extra_of(layout: str) -> Cache:
+    """The extra cache of `sparse_arguments(layout, extra=True)`."""
+    return CACHE[layout]._replace(
+        page_block_size=EXTRA_PAGE,
+        num_blocks=EXTRA_BLOCKS,
+        block_stride=CACHE[layout].block_stride // PAGE * EXTRA_PAGE,
+        topk=EXTRA_TOPK,
+        index_stride_b=S_Q * EXTRA_TOPK,
+        index_stride_s=EXTRA_TOPK,
+    )
+
+
+@pytest.mark.parametrize("layout", CACHE)
+def test_every_field_of_a_sparse_launch(world: World, layout: str) -> None:
+    arguments = sparse_arguments(layout, extra=True)
+    out, lse = decode(**arguments, softmax_scale=0.25)
+    scratch = world.framework.allocated[2]
+    assert [(x.shape, x.dtype) for x in world.framework.allocated] == [
+        (OUT_SHAPE, "bfloat16"),
+        ((B, H_Q, S_Q), "float32"),
+        ((2 * PARTS * S_Q * H_Q * (512 * 2 + 3 * 4),), "uint8"),
+    ]
+    got = dict(vars(launch_of(world)))
+    assert got.pop("capturing")() is False
+    d_qk = arguments["q"].shape[3]
+    assert got == {
+        "device": 0,
+        "stream": 0x51,
+        "format": layout.split()[0],
+        "d_qk": d_qk,
+        "load_bytes": 8 if layout == "model1" else 16,  # extra pages of 61 * 584 bytes
+        "b": B,
+        "s_q": S_Q,
+        "h_q": H_Q,
+        "cache": CACHE[layout],
+        "extra": extra_of(layout),
+        "q": 0x1000,
+        "q_rope": 0x1000 + 2 * (d_qk - 64),
+        "q_strides": (S_Q * H_Q * d_qk, H_Q * d_qk, d_qk),
+        "q_rope_strides": (S_Q * H_Q * d_qk, H_Q * d_qk, d_qk),
+        "k_cache": 0x2000,
+        "extra_k_cache": 0xB000,
+        "indices": 0x8000,
+        "extra_indices": 0xD000,
+        "topk_length": 0x9000,
+        "extra_topk_length": 0xE000,
+        "attn_sink": 0xA000,
+        "sched_meta": 0x5000,
+        "num_parts": PARTS,
+        "num_splits": 0x6000,
+        "object_layout": False,
+        "batch_invariant": False,
+        "out": out.ptr,
+        "out_strides": (S_Q * H_Q * 512, H_Q * 512, 512),
+        "lse": lse.ptr,
+        "scratch": scratch.ptr,
+        "scratch_bytes": scratch.shape[0],
+        "max_logits": 0,
+        "softmax_scale": 0.25,
+        "lse_factor": None,
+        "uniform": metadata.NOT_UNIFORM,
+        "group_tokens": 1,
+        "limited": False,
+        "selected": 0,
+    }
+    assert not world.plans and not world.framework.copied
+
+
+@pytest.mark.parametrize("layout", CACHE)
+def test_nothing_optional(world: World, layout: str) -> None:
+    decode(**sparse_arguments(layout))
+    args = launch_of(world)
+    assert (args.cache, args.extra, args.extra_k_cache, args.extra_indices) == (CACHE[layout], NO_CACHE, 0, 0)
+    assert (args.topk_length, args.extra_topk_length, args.attn_sink) == (0, 0, 0)
+    assert args.softmax_scale == args.d_qk**-0.5 and args.load_bytes == 16
+
+
+def test_positional(world: World) -> None:
+    """FlashMLA's order: num_splits, softmax_scale, causal, is_fp8_kvcache, indices, attn_sink, ..."""
+    decode(*dense_arguments().values(), 0.5, True)
+    assert (launch_of(world).softmax_scale, launch_of(world).causal) == (0.5, True)
+    world.begin_again()
+    given = full_sparse()
+    first = [given[name] for name in dense_arguments()]
+    names = ("indices", "attn_sink", *CACHES[1:], INDICES[1], "topk_length", "extra_topk_length")
+    decode(*first, 0.5, False, True, *[given[name] for name in names])
+    args = launch_of(world)
+    assert (args.softmax_scale, args.attn_sink) == (0.5, 0xA000)
+    assert (args.k_cache, args.extra_k_cache) == (0x2000, 0xB000)
+    assert (args.indices, args.extra_indices) == (0x8000, 0xD000)
+    assert (args.topk_length, args.extra_topk_length) == (0x9000, 0xE000)
+
+
+@pytest.mark.parametrize("d_qk", (576, 512))
+def test_default_scale(world: World, d_qk: int) -> None:
+    arguments = dense_arguments()
+    change("q", shape=(B, S_Q, H_Q, d_qk))(arguments)
+    change("k_cache", shape=(NUM_BLOCKS, PAGE, H_KV, d_qk))(arguments)
+    decode(**arguments)
+    assert launch_of(world).softmax_scale == d_qk**-0.5
+
+
+@both_kinds
+@pytest.mark.parametrize("scale", (2, np.float32(0.5), np.float64(0.5), np.int64(1), 1.7e38, 2e-38))
+def test_scalars_of_numpy(world: World, make: Make, scale: Any) -> None:
+    options = {"head_dim_v": np.int64(512), "enable_batch_invariant": np.True_, "causal": np.False_}
+    decode(**make() | options, softmax_scale=scale)
+    args = launch_of(world)
+    assert args.softmax_scale == float(scale) and type(args.softmax_scale) is float
+    assert args.batch_invariant is True
+
+
+def test_causal_is_irrelevant_with_one_token(world: World) -> None:
+    arguments = dense_arguments()
+    change("q", shape=(B, 1, H_Q, D_QK))(arguments)
+    decode(**arguments, causal=True)
+    assert launch_of(world).causal is False
+
+
+def single_head(stride: int) -> Callable[[Arguments], None]:
+    """A cache of one head, whose stride is never stepped over."""
+    return change("k_cache", shape=(NUM_BLOCKS, PAGE, 1, D_QK), strides=(PAGE * 576, 576, stride, 1))
+
+
+def sparse_page(layout: str, page: int) -> tuple[Callable[[Arguments], None], str, Any]:
+    """A cache of pages of another size, and what the launch gets."""
+    shape, stride = (NUM_BLOCKS, page, 1, SPARSE_COLUMNS[layout]), CACHE[layout].block_stride // PAGE
+    want = CACHE[layout]._replace(page_block_size=page, block_stride=page * stride)
+    return of_layout(layout, change("k_cache", shape=shape)), "cache", want
+
+
+Q_WALKED = ("q_strides", (8, 640 * B, 640 * B * S_Q))
+DENSE_FIELDS: list[tuple[Callable[[Arguments], None], str, Any]] = [
+    (change("q", strides=(8, 640 * B, 640 * B * S_Q, 1)), *Q_WALKED),
+    (change("q", shape=(B, 1, H_Q, D_QK), strides=(9216, 3, D_QK, 1)), "q_strides", (9216, 9216, D_QK)),
+    (single_head(0), "k_strides", (PAGE * 576, 576, 576)),  # as CuPy has it
+    (single_head(5), "k_strides", (PAGE * 576, 576, 576)),
+    (change("k_cache", strides=(10**6, *K_STRIDES[1:])), "k_strides", (10**6, *K_STRIDES[1:3])),
+    (change("block_table", strides=(100, 1)), "block_table_stride", 100),
+    (change("block_table", shape=(B, 0), strides=(1, 1), ptr=0), "max_seqlen", 0),
+    (change("block_table", shape=(B, 1)), "scratch_bytes", 0),  # nothing can be split
+    (change("num_splits", shape=(100,)), "num_splits", 0x6000),
+    *[
+        (change("k_cache", shape=(NUM_BLOCKS, page, H_KV, D_QK)), "page_block_size", page)
+        for page in (16, 32, 128, 192, 1024)
+    ],
+]
+V32, ROWS = CACHE["v32"], CACHE["bf16 576"]
+SPARSE_FIELDS: list[tuple[Callable[[Arguments], None], str, Any]] = [
+    (change("q", strides=(8, 640 * B, 640 * B * S_Q, 1)), *Q_WALKED),
+    *[
+        (both(change("q", shape=(B, S_Q, h_q, 576)), change("attn_sink", shape=(h_q,))), "h_q", h_q)
+        for h_q in (1, 63, 65, 200)
+    ],
+    *[sparse_page(layout, page) for layout in CACHE for page in (1, 2, 53, 576)],
+    *[
+        (of_layout("model1", change("k_cache", dtype=dtype)), "format", "model1")
+        for dtype in ("uint8", "int8", "float8_e4m3fn")
+    ],
+    (
+        of_layout("bf16 576", change("k_cache", strides=(64_000, 640, 8, 1))),
+        "cache",
+        ROWS._replace(block_stride=128_000, token_stride=1280),
+    ),
+    *[
+        (
+            change("indices", strides=(*strides, 1)),
+            "cache",
+            V32._replace(index_stride_b=strides[0], index_stride_s=strides[1]),
+        )
+        for strides in ((5000, 2000), (0, TOPK), (TOPK, 0))
+    ],
+    (change("k_cache", ptr=0x2008), "load_bytes", 8),
+    (change("k_cache", strides=(PAGE * 656 + 8, 656, 656, 1)), "load_bytes", 8),
+    (change("k_cache", strides=(PAGE * 656 + 16, 656, 656, 1)), "load_bytes", 16),
+    (change("extra_k_cache", ptr=0xB008), "load_bytes", 8),
+    (of_layout("model1", change("k_cache", ptr=0x2008)), "load_bytes", 8),
+    (of_layout("model1", change("extra_k_cache", strides=(576 * 64, 584, 584, 1))), "load_bytes", 16),
+]
+
+
+@pytest.mark.parametrize(
+    ("make", "apply", "field", "value"),
+    [
+        *[(dense_arguments, *row) for row in DENSE_FIELDS],
+        *[(full_sparse, *row) for row in SPARSE_FIELDS],
+    ],
+)
+def test_shapes_and_strides(
+    world: World, make: Make, apply: Callable[[Arguments], None], field: str, value: Any
+) -> None:
+    """Dimensions of one element are never stepped over: their strides are free."""
+    arguments = make()
+    apply(arguments)
+    decode(**arguments)
+    assert getattr(launch_of(world), field) == value and not world.framework.copied
+
+
+@both_kinds
+@pytest.mark.parametrize(
+    "changes",
+    (
+        {"ptr": 0x1002},
+        {"strides": (S_Q * H_Q * 580, H_Q * 580, 580, 1)},
+        {"strides": (-S_Q * H_Q * 576, H_Q * 576, 576, 1)},
+        {"strides": (0, H_Q * 576, 576, 1)},
+    ),
+    ids=("address", "odd", "negative", "expanded"),
+)
+def test_q_that_is_copied(world: World, make: Make, changes: Arguments) -> None:
+    arguments = make()
+    change("q", **changes)(arguments)
+    decode(**arguments)
+    args = launch_of(world)
+    assert world.framework.copied == [arguments["q"]]
+    assert (args.q, args.q_rope) == (COPY, COPY + 2 * 512)
+    assert args.q_strides == args.q_rope_strides == (S_Q * H_Q * 576, H_Q * 576, 576)
+
+
+@both_kinds
+@pytest.mark.parametrize(
+    "strides",
+    (
+        (S_Q * 40 * 512, 40 * 512, 512, 1),  # 16 of 40 heads
+        (S_Q * H_Q * 1024, H_Q * 1024, 1024, 1),  # half of the columns
+        (512, B * 512, B * S_Q * 512, 1),  # heads outermost
+    ),
+    ids=("heads", "columns", "transposed"),
+)
+def test_out(world: World, make: Make, strides: tuple[int, ...]) -> None:
+    given = out_array(strides=strides)
+    out, lse = decode(**make(), out=given)
+    args = launch_of(world)
+    assert out is given and lse is world.framework.allocated[0]
+    assert (args.out, args.out_strides) == (0x7000, strides[:3])
+    assert [x.dtype for x in world.framework.allocated] == ["float32", "uint8"]
+
+
+def test_out_with_dimensions_of_size_one(world: World) -> None:
+    arguments = dense_arguments()
+    change("q", shape=(B, 1, H_Q, D_QK))(arguments)
+    decode(**arguments, out=out_array(shape=(B, 1, H_Q, 512), strides=(H_Q * 512, 0, 512, 1)))
+    assert launch_of(world).out_strides[1] == H_Q * 512
+
+
+def test_table_and_lengths_are_not_read_with_indices(world: World) -> None:
+    decode(**sparse_arguments() | {"block_table": object(), "cache_seqlens": object()})
+    assert len(world.sparse) == 1 and not {"block_table", "cache_seqlens"} & set(world.reads)
+
+
+@pytest.mark.parametrize(
+    ("topk", "extra_topk", "batch_invariant", "slots"),
+    (
+        (64, 0, False, 0),
+        (65, 0, False, 2 * PARTS),
+        (64, 1, False, 2 * PARTS),
+        (512, 0, True, 2 * PARTS),  # 8 blocks are one split
+        (16384, 0, True, 32 * B),
+        (64 * 9, 64 * 9, True, 2 * PARTS),  # 18 blocks, 3 splits a request
+        (64 * 9, 64 * 32, True, 6 * B),  # 41 blocks, 6 splits a request
+        (10**6, 0, True, 32 * B),
+    ),
+)
+def test_size_of_scratch(world: World, topk: int, extra_topk: int, batch_invariant: bool, slots: int) -> None:
+    arguments = sparse_arguments(extra=bool(extra_topk))
+    change("indices", shape=(B, S_Q, topk))(arguments)
+    if extra_topk:
+        change("extra_indices_in_kvcache", shape=(B, S_Q, extra_topk))(arguments)
+    decode(**arguments, enable_batch_invariant=batch_invariant)
+    args = launch_of(world)
+    assert args.scratch_bytes == slots * S_Q * H_Q * (512 * 2 + 3 * 4)
+    sizes = [x.shape[0] for x in world.framework.allocated if x.dtype == "uint8"]
+    assert sizes == ([args.scratch_bytes] if slots else []) and bool(args.scratch) is bool(slots)
+
+
+# ---- what is remembered
+
+
+DIFFERENCES = [
+    (put("softmax_scale", 0.125), "softmax_scale"),
+    (put("enable_batch_invariant", True), "batch_invariant"),
+    (put("out", out_array(strides=(10**6, 10**5, 1024, 1))), "out_strides"),
+    (put("q", q_pair((B, S_Q, H_Q, D_QK))), "q_rope"),
+    (change("tile_scheduler_metadata", shape=(PARTS + 1, 8)), "num_parts"),
+    (empty_plan_with(), "object_layout"),
+]
+DENSE_DIFFERENCES = [
+    *DIFFERENCES,
+    (put("causal", True), "causal"),
+    (change("block_table", shape=(B, MAX_BLOCKS + 1)), "max_seqlen"),
+]
+SPARSE_DIFFERENCES = [
+    *DIFFERENCES,
+    (of_layout("bf16 576", put("block_table", None)), "format"),
+    (change("k_cache", shape=(NUM_BLOCKS + 1, PAGE, 1, 656)), "cache"),
+    (change("k_cache", ptr=0x2008), "load_bytes"),
+    (change("extra_k_cache", strides=(61 * 672, 656, 656, 1)), "extra"),
+    (put("topk_length", None), "topk_length"),
+    (put("attn_sink", None), "attn_sink"),
+]
+
+
+@pytest.mark.parametrize(
+    ("make", "apply", "field"),
+    [
+        *[(dense_arguments, *difference) for difference in DENSE_DIFFERENCES],
+        *[(full_sparse, *difference) for difference in SPARSE_DIFFERENCES],
+    ],
+)
+def test_what_differs_is_not_mistaken(
+    world: World, make: Make, apply: Callable[[Arguments], None], field: str
+) -> None:
+    arguments = make()
+    apply(arguments)
+    for given in (make(), arguments, make()):
+        decode(**given)
+    first, second, third = (getattr(args, field) for args in world.decodes + world.sparse)
+    assert first == third != second
+
+
+BATCH = ("block_table", "cache_seqlens", "tile_scheduler_metadata", "num_splits")
+
+
+class Exported:
+    """An array of another library: reading it makes an array of the framework's."""
+
+    def __init__(self, array: FakeArray) -> None:
+        self.array = array
+
+
+class TestBatchOfTheLastCall:
+    """Layers share the block table, the lengths and the plan, whose arrays are read once."""
+
+    def test_plan_is_read_once(self, world: World) -> None:
+        arguments = dense_arguments()
+        for layer in range(3):
+            change("q", ptr=0x100000 * (layer + 1))(arguments)
+            decode(**arguments)
+        every_time = ["q", "k_cache", *BATCH[:2]]
+        assert world.reads == [*every_time, *BATCH[2:], *every_time, *every_time]
+
+    @pytest.mark.parametrize("name", BATCH)
+    def test_changed_in_place(self, world: World, name: str) -> None:
+        """A new address is launched. A new shape is checked, and so is another object."""
+        arguments = dense_arguments()
+        decode(**arguments)
+        arguments[name].ptr = 0xF000
+        decode(**arguments)
+        args = world.decodes[1]
+        assert 0xF000 in (args.block_table, args.cache_seqlens, args.sched_meta, args.num_splits)
+        arguments[name].shape = (2, 2, 2)
+        with pytest.raises(ValueError, match=rf"^{name}: expected shape"):
+            decode(**arguments)
+        arguments = dense_arguments()
+        decode(**arguments)
+        change(name, dtype="int64")(arguments)
+        with pytest.raises(TypeError, match=rf"^{name}: expected dtype int32"):
+            decode(**arguments)
+
+    @pytest.mark.parametrize(("name", "strides"), ((BATCH[0], (20, 2)), (BATCH[1], (2,))))
+    def test_strides_changed_in_place(self, world: World, name: str, strides: tuple[int, ...]) -> None:
+        arguments = dense_arguments()
+        decode(**arguments)
+        arguments[name].strides = strides
+        with pytest.raises(ValueError, match=rf"^{name}: expected a contiguous"):
+            decode(**arguments)
+
+    def test_another_batch_size(self, world: World) -> None:
+        arguments = dense_arguments()
+        decode(**arguments)
+        change("q", shape=(B - 1, S_Q, H_Q, D_QK))(arguments)
+        with pytest.raises(ValueError, match=r"^block_table: expected shape \[2, max_blocks\]"):
+            decode(**arguments)
+
+    @pytest.mark.parametrize("name", BATCH[:3])
+    def test_gone(self, world: World, name: str) -> None:
+        """A forgotten array is not taken for a None that is passed next."""
+        arguments = dense_arguments()
+        decode(**arguments)
+        arguments[name] = None
+        gc.collect()
+        with pytest.raises(TypeError, match=rf"^{name}: expected .* got NoneType"):
+            decode(**arguments)
+
+    @pytest.mark.parametrize("name", BATCH)
+    def test_array_of_another_library(self, world: World, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+        """It is taken over anew by every call, and kept until the launch."""
+        alive: list[bool] = []
+        taken: list[weakref.ref[FakeArray]] = []
+
+        def read(x: Exported, argument: str) -> frameworks.Fields:
+            copy = x.array.but()
+            taken.append(weakref.ref(copy))
+            return arrays.READERS[FakeArray](copy, argument)
+
+        class Launched:
+            scratch_bytes = 0
+
+            def __init__(self, call: object, capturing: object) -> None:
+                pass
+
+            def launch(self, *arguments: object) -> None:
+                alive.append(taken[-1]() is not None)
+
+        monkeypatch.setitem(arrays.READERS, Exported, read)
+        monkeypatch.setattr(mla_dense_decode, "PreparedDenseDecode", Launched)
+        arguments = dense_arguments()
+        arguments[name] = Exported(arguments[name])
+        for _ in range(2):
+            decode(**arguments)
+        assert alive == [True, True] and len(taken) == 2

@@ -1,0 +1,740 @@
+"""Dense attention: rules of its arguments, its forms (segments, batches, packed arrays), and layouts."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import rawmla
+from calls.fakes import Arguments, FakeArray, FakeFramework, World, both, change, contiguous, put
+from calls.refusals import Refusal, check_refused, each, shapes
+from rawmla.kernels.mha_forward import NO_BOUND, MhaForwardAddresses, MhaForwardCall
+
+B, TOTAL_Q, TOTAL_K, H_Q, H_KV, D_QK, D_V = 3, 40, 56, 8, 2, 128, 64
+S_Q, S_K = 5, 7
+Q, K, V, OUT = (TOTAL_Q, H_Q, D_QK), (TOTAL_K, H_KV, D_QK), (TOTAL_K, H_KV, D_V), (TOTAL_Q, H_Q, D_V)
+COPY = 0xC0000  # and 0x1000 more for every copy
+
+
+def plain() -> Arguments:
+    """A varlen call that is accepted."""
+    return {
+        "q": FakeArray(Q, "bfloat16", ptr=0x1000),
+        "k": FakeArray(K, "bfloat16", ptr=0x2000),
+        "v": FakeArray(V, "bfloat16", ptr=0x3000),
+        "cu_seqlens_q": FakeArray((B + 1,), ptr=0x4000),
+        "cu_seqlens_k": FakeArray((B + 1,), ptr=0x4800),
+        "max_seqlen_q": 20,
+        "max_seqlen_k": 30,
+    }
+
+
+def optional() -> Arguments:
+    """The same with all arrays that are optional, but out."""
+    return plain() | {
+        "seqused_q": FakeArray((B,), ptr=0x5000),
+        "seqused_k": FakeArray((B,), ptr=0x5800),
+        "attn_sink": FakeArray((H_Q,), "float32", ptr=0x6000),
+        "alibi_slopes": FakeArray((B, H_Q), "float32", ptr=0x6800),
+    }
+
+
+def with_out() -> Arguments:
+    return optional() | {"out": FakeArray(OUT, "bfloat16", ptr=0x7000)}
+
+
+def fixed() -> Arguments:
+    """A call of `flash_attn_func` that is accepted."""
+    return {
+        "q": FakeArray((B, S_Q, H_Q, D_QK), "bfloat16", ptr=0x1000),
+        "k": FakeArray((B, S_K, H_KV, D_QK), "bfloat16", ptr=0x2000),
+        "v": FakeArray((B, S_K, H_KV, D_V), "bfloat16", ptr=0x3000),
+    }
+
+
+def packed_qkv(*shape: int) -> Arguments:
+    array = FakeArray(shape, "bfloat16", ptr=0x1000)
+    return {"qkv": array, "cu_seqlens": FakeArray((B + 1,), ptr=0x4000), "max_seqlen": 20}
+
+
+def packed_kv(*shape: int) -> Arguments:
+    arguments = plain()
+    del arguments["k"], arguments["v"]
+    return arguments | {"kv": FakeArray(shape, "bfloat16", ptr=0x2000)}
+
+
+def call(arguments: Arguments, **more: Any) -> tuple[Any, Any]:
+    return rawmla.flash_attn_varlen_func(**{**arguments, **more})
+
+
+EXPECTED = MhaForwardCall(
+    device=0,
+    dtype="bfloat16",
+    b=B,
+    k_batches=B,
+    h_q=H_Q,
+    h_kv=H_KV,
+    d_qk=D_QK,
+    d_v=D_V,
+    varlen=True,
+    max_seqlen_q=20,
+    max_seqlen_k=30,
+    total_q=TOTAL_Q,
+    total_k=TOTAL_K,
+    q_strides=(0, 1024, 128),
+    k_strides=(0, 256, 128),
+    v_strides=(0, 128, 64),
+    out_strides=(0, 512, 64),
+    lse_strides=(0, TOTAL_Q),
+    softmax_scale=D_QK**-0.5,
+    window_left=NO_BOUND,
+    window_right=NO_BOUND,
+    softcap=0.0,
+    sink_dtype=None,
+    alibi_stride_b=0,
+    has_alibi=False,
+)
+FIXED = EXPECTED._replace(
+    varlen=False,
+    max_seqlen_q=S_Q,
+    max_seqlen_k=S_K,
+    total_q=S_Q,
+    total_k=S_K,
+    q_strides=(S_Q * 1024, 1024, 128),
+    k_strides=(S_K * 256, 256, 128),
+    v_strides=(S_K * 128, 128, 64),
+    out_strides=(S_Q * 512, 512, 64),
+    lse_strides=(H_Q * S_Q, S_Q),
+)
+
+# ---- refusals
+
+OF_OPTIONS: list[Refusal] = [
+    *[
+        (name, TypeError, f"int ... got {text}", put(name, value))
+        for name in ("max_seqlen_q", "max_seqlen_k")
+        for text, value in (("None", None), ("float 4.0", 4.0), ("bool True", True), ("", FakeArray(())))
+    ],
+    ("max_seqlen_q", ValueError, "at least 0 ... -1", put("max_seqlen_q", -1)),
+    ("max_seqlen_k", ValueError, "at least 0 ... -1", put("max_seqlen_k", -1)),
+    ("window_size", TypeError, "pair ... None", put("window_size", None)),
+    ("window_size", TypeError, "pair ... int 5", put("window_size", 5)),
+    ("window_size", TypeError, "pair ... 'ab'", put("window_size", "ab")),
+    ("window_size", TypeError, "pair ... FakeArray", put("window_size", FakeArray((2,)))),
+    ("window_size", ValueError, "pair ... 1 items", put("window_size", (5,))),
+    ("window_size", ValueError, "pair ... 3 items", put("window_size", (1, 2, 3))),
+    ("window_size", ValueError, "left ... -2", put("window_size", (-2, 0))),
+    ("window_size", ValueError, "right ... -2", put("window_size", (0, -2))),
+    ("window_size", TypeError, "right ... 2.0", put("window_size", (0, 2.0))),
+    ("window_size", TypeError, "left ... True", put("window_size", (True, 0))),
+    ("window_size", TypeError, "left ... FakeArray", put("window_size", (FakeArray(()), 0))),
+    ("softcap", ValueError, "finite ... -1.0", put("softcap", -1.0)),
+    ("softcap", ValueError, "finite ... inf", put("softcap", math.inf)),
+    (
+        "softcap",
+        ValueError,
+        "at least softmax_scale / 3.403e+38 ... 1e-20 ... 1e+19",
+        both(put("softmax_scale", 1e19), put("softcap", 1e-20)),
+    ),
+]
+"""Refusals of options that the backward has, too."""
+REFUSALS: list[Refusal] = [
+    *OF_OPTIONS,
+    ("dropout_p", ValueError, "0.0 ... 0.1", put("dropout_p", 0.1)),
+    ("dropout_p", TypeError, "0.0 ... None", put("dropout_p", None)),
+    ("attention_chunk", ValueError, "not supported yet ... 64", put("attention_chunk", 64)),
+    ("attention_chunk", ValueError, "expected 0 ... -1", put("attention_chunk", -1)),
+    ("attention_chunk", TypeError, "int ... None", put("attention_chunk", None)),
+    ("q", TypeError, "float32 is not supported yet", change("q", dtype="float32")),
+    ("q", ValueError, "1 to 256 ... 264", shapes(q=(*Q[:2], 264), k=(*K[:2], 264))),
+    ("q", ValueError, "1 to 256 ... got 0", shapes(q=(*Q[:2], 0))),
+    ("v", ValueError, "1 to 256 ... 257", shapes(v=(*V[:2], 257))),
+    ("v", ValueError, "1 to 256 ... got 0", shapes(v=(*V[:2], 0))),
+    ("k", ValueError, "[total_k, h_kv, 128] ... [56, 2, 64]", shapes(k=(*K[:2], 64))),
+    ("v", ValueError, "[56, 2, d_v] ... [55, 2, 64]", shapes(v=(55, H_KV, D_V))),
+    ("v", ValueError, "[56, 2, d_v] ... [56, 4,", shapes(v=(TOTAL_K, 4, D_V))),
+    ("q", ValueError, "h_q 7 ... h_kv 2", shapes(q=(TOTAL_Q, 7, D_QK))),
+    ("q", ValueError, "h_q 0 ... h_kv 2", shapes(q=(TOTAL_Q, 0, D_QK))),
+    ("q", ValueError, "h_q 8 ... h_kv 0", shapes(k=(TOTAL_K, 0, D_QK), v=(TOTAL_K, 0, D_V))),
+    ("q", ValueError, "less than 2**30", shapes(q=(2**30, H_Q, D_QK))),
+    ("k", ValueError, "less than 2**30", shapes(k=(2**30, H_KV, D_QK), v=(2**30, H_KV, D_V))),
+    ("cu_seqlens_q", ValueError, "[b+1]", shapes(cu_seqlens_q=(2, 4))),
+    ("cu_seqlens_q", ValueError, "[b+1]", shapes(cu_seqlens_q=(0,))),
+    ("cu_seqlens_k", ValueError, "[4] ... [3]", shapes(cu_seqlens_k=(B,))),
+    ("alibi_slopes", ValueError, "[8] ... [3, 7]", shapes(alibi_slopes=(B, 7))),
+    ("alibi_slopes", ValueError, "[4, 8]", shapes(alibi_slopes=(4, H_Q))),
+    ("alibi_slopes", ValueError, "[16, 2]", change("alibi_slopes", strides=(16, 2))),
+    ("alibi_slopes", ValueError, "[-8, 1]", change("alibi_slopes", strides=(-8, 1))),
+    ("out", ValueError, "multiple of 16 bytes ... 0x7008", change("out", ptr=0x7008)),
+    ("out", ValueError, "multiples of 8", change("out", strides=(516, 64, 1))),
+    ("out", ValueError, "overlap", change("out", strides=(256, 64, 1))),
+    ("out", ValueError, "positive", change("out", strides=(-512, 64, 1))),
+]
+
+
+@each(REFUSALS)
+def test_refused(world: World, refusal: Refusal) -> None:
+    check_refused(world, rawmla.flash_attn_varlen_func, with_out, refusal)
+
+
+OF_ONE_LENGTH: list[Refusal] = [
+    ("q", ValueError, "[b, s_q, h_q, d_qk]", shapes(q=Q)),
+    ("k", ValueError, "[3, s_k, h_kv, 128] (b of q, d_qk of q)", shapes(k=K)),
+    ("k", ValueError, "[3, s_k, h_kv, 128] (b of q, d_qk of q)", shapes(k=(1, S_K, H_KV, D_QK))),
+    ("v", ValueError, "[3, 7, 2, d_v] (b of q, s_k of k, h_kv of k)", shapes(v=(B, S_Q, H_KV, D_V))),
+    ("q", ValueError, "2**30 tokens", shapes(q=(B, 2**29, H_Q, D_QK))),
+    ("alibi_slopes", ValueError, "[8] or [3, 8]", put("alibi_slopes", FakeArray((2, H_Q), "float32"))),
+    ("out", ValueError, "[3, 5, 8, 64]", put("out", FakeArray(OUT, "bfloat16"))),
+]
+
+
+@each(OF_ONE_LENGTH)
+def test_refused_with_one_length(world: World, refusal: Refusal) -> None:
+    check_refused(world, rawmla.flash_attn_func, fixed, refusal)
+
+
+def of_columns(*shape: int, **more: Any) -> Callable[[Arguments], None]:
+    """Make the packed array of a call another one, and other arguments."""
+
+    def apply(arguments: Arguments) -> None:
+        name = "qkv" if "qkv" in arguments else "kv"
+        arguments.update({name: arguments[name].but(shape=shape), **more})
+
+    return apply
+
+
+OF_QKV: list[Refusal] = [
+    ("qkv", ValueError, "[total, 3, h, d]", of_columns(40, 2, 8, 64)),
+    ("qkv", ValueError, "[total, h, 2 * d_qk + d_v] or", of_columns(40, 8)),
+    ("qkv", ValueError, "2 * d_qk + d_v", of_columns(40, 8, 256, head_dim_qk=128)),
+    ("qkv", ValueError, "2 * d_qk + d_v", of_columns(40, 8, 600, head_dim_qk=128)),
+    ("qkv", ValueError, "1 to 256", of_columns(40, 3, 8, 257)),
+    ("head_dim_qk", ValueError, "got None", of_columns(40, 8, 320)),
+    ("head_dim_qk", ValueError, "expected None", put("head_dim_qk", 64)),
+    ("head_dim_qk", TypeError, "float", of_columns(40, 8, 320, head_dim_qk=128.0)),
+    ("head_dim_qk", ValueError, "1 to 256", of_columns(40, 8, 320, head_dim_qk=0)),
+    ("head_dim_qk", ValueError, "1 to 256", of_columns(40, 8, 800, head_dim_qk=257)),
+    ("cu_seqlens", TypeError, "NoneType", put("cu_seqlens", None)),
+    ("max_seqlen", TypeError, "got None", put("max_seqlen", None)),
+    ("cu_seqlens", ValueError, "cuda:0, the device of qkv", change("cu_seqlens", device=1)),
+]
+OF_KV: list[Refusal] = [
+    ("kv", ValueError, "cuda:0, the device of q", change("kv", device=1)),
+    ("kv", ValueError, "[total, 2, h, d]", of_columns(56, 3, 2, 128)),
+    ("kv", ValueError, "[total, h, d_qk + d_v] or", of_columns(56, 128)),
+    ("kv", ValueError, "[total_k, h_kv, 128] (d_qk of q)", of_columns(56, 2, 2, 64)),
+    ("kv", ValueError, "[total_k, h_kv, 128] (d_qk of q)", of_columns(56, 2, 192, head_dim_qk=64)),
+    ("head_dim_qk", ValueError, "got None", of_columns(56, 2, 192)),
+    ("q", ValueError, "h_q 8 and h_kv 3", of_columns(56, 2, 3, 128)),
+]
+
+
+@each(OF_QKV)
+def test_refused_with_a_packed_qkv(world: World, refusal: Refusal) -> None:
+    function = rawmla.flash_attn_varlen_qkvpacked_func
+    check_refused(world, function, lambda: packed_qkv(40, 3, 8, 64), refusal)
+
+
+@each(OF_KV)
+def test_refused_with_a_packed_kv(world: World, refusal: Refusal) -> None:
+    function = rawmla.flash_attn_varlen_kvpacked_func
+    check_refused(world, function, lambda: packed_kv(56, 2, 2, 128), refusal)
+
+
+def test_missing_starts_after_requests_of_one_length(world: World) -> None:
+    """The kinds of arrays are known from another function."""
+    rawmla.flash_attn_func(**fixed())
+    with pytest.raises(TypeError, match="^cu_seqlens_q: expected a torch tensor"):
+        rawmla.flash_attn_varlen_func(**fixed(), max_seqlen_q=S_Q, max_seqlen_k=S_K)
+    assert len(world.mha) == 1
+
+
+def test_unknown_keywords(world: World) -> None:
+    for name in ("q_descale", "qv", "page_table", "num_splits", "pack_gqa", "return_attn_probs"):
+        for function, arguments in ((call, (plain(),)), (rawmla.flash_attn_func, [*fixed().values()])):
+            with pytest.raises(TypeError, match=name):
+                function(*arguments, **{name: None})
+    assert world.untouched
+
+
+# ---- launches
+
+
+def test_every_field(world: World) -> None:
+    more = {"softmax_scale": 0.25, "causal": True, "deterministic": True, "softcap": 30.0}
+    out, lse = call(optional(), window_size=(7, 9), **more)
+    allocated = world.framework.allocated
+    assert [out, lse] == allocated[:2]
+    assert [(x.shape, x.dtype, x.strides) for x in allocated] == [
+        (OUT, "bfloat16", (512, 64, 1)),
+        ((TOTAL_Q, H_Q), "float32", (1, TOTAL_Q)),
+        ((48,), "uint8", None),
+    ]
+    (launch,) = world.mha
+    assert launch.call == EXPECTED._replace(
+        softmax_scale=0.25,
+        window_left=7,
+        window_right=0,
+        softcap=30.0,
+        sink_dtype="float32",
+        has_alibi=True,
+        alibi_stride_b=H_Q,
+    )
+    assert launch.addresses == MhaForwardAddresses(
+        q=0x1000,
+        k=0x2000,
+        v=0x3000,
+        out=out.ptr,
+        lse=lse.ptr,
+        cu_seqlens_q=0x4000,
+        cu_seqlens_k=0x4800,
+        seqused_q=0x5000,
+        seqused_k=0x5800,
+        attn_sink=0x6000,
+        alibi_slopes=0x6800,
+    )
+    assert (launch.stream, launch.scratch) == (0x51, allocated[2].ptr)
+    assert launch.prepared.capturing() is False
+    assert not world.framework.copied and not world.framework.filled
+
+
+def test_nothing_optional(world: World) -> None:
+    call(plain())
+    out, lse = rawmla.flash_attn_func(**fixed())
+    varlen, one_length = world.mha
+    assert varlen.call == EXPECTED and varlen.addresses[5:] == (0x4000, 0x4800, *(0,) * 10)
+    assert one_length.call == FIXED and one_length.addresses[5:] == (0,) * 12
+    shape = (B, S_Q, H_Q, D_V)
+    assert (out.shape, out.dtype, out.strides) == (shape, "bfloat16", contiguous(shape))
+    assert (lse.shape, lse.dtype, lse.strides) == ((B, H_Q, S_Q), "float32", None)
+
+
+def test_positional(world: World) -> None:
+    """FlashMLA's order, and FlashAttention's."""
+    rawmla.flash_attn_varlen_func(*plain().values(), 0.0, 0.5, True, False, True)
+    sink, slopes = FakeArray((H_Q,), "float16"), FakeArray((H_Q,), "float32")
+    rawmla.flash_attn_func(*fixed().values(), 0.0, 0.5, False, (3, 4), 2.0, slopes, False, attn_sink=sink)
+    first, second = [launch.call for launch in world.mha]
+    assert first == EXPECTED._replace(softmax_scale=0.5, window_right=0)
+    more = {"softcap": 2.0, "has_alibi": True, "sink_dtype": "float16"}
+    assert second == FIXED._replace(softmax_scale=0.5, window_left=3, window_right=4, **more)
+
+
+ALIASES = {
+    "cu_seqlens_q": "cu_seqlens_qo",
+    "cu_seqlens_k": "cu_seqlens_kv",
+    "max_seqlen_q": "max_seqlen_qo",
+    "max_seqlen_k": "max_seqlen_kv",
+    "attn_sink": "learnable_sink",
+}
+
+
+@pytest.mark.parametrize("name", ALIASES)
+@pytest.mark.parametrize("packed", (False, True))
+def test_second_names(world: World, name: str, packed: bool) -> None:
+    function: Any = rawmla.flash_attn_varlen_func
+    arguments, alias = optional(), ALIASES[name]
+    if packed:
+        function = rawmla.flash_attn_varlen_kvpacked_func
+        del arguments["k"], arguments["v"]
+        arguments["kv"] = FakeArray((TOTAL_K, 2, H_KV, D_QK), "bfloat16", ptr=0x2000)
+    function(**arguments)
+    with pytest.raises(TypeError, match=rf"^{alias}: expected it or {name}.*, got both$"):
+        function(**arguments, **{alias: arguments[name]})
+    function(**{alias if key == name else key: value for key, value in arguments.items()})
+    first, second = world.mha
+    assert first.call == second.call and first.addresses[5:] == second.addresses[5:]
+
+
+def test_second_name_of_the_sink(world: World) -> None:
+    """Functions without the other second names have it, too."""
+    sink = FakeArray((H_Q,), "float16", ptr=0x6000)
+    for function, arguments in (
+        (rawmla.flash_attn_func, fixed()),
+        (rawmla.flash_attn_varlen_qkvpacked_func, packed_qkv(TOTAL_Q, 3, H_Q, D_V)),
+    ):
+        function(**arguments, learnable_sink=sink)
+        assert world.mha[-1].call.sink_dtype == "float16" and world.mha[-1].addresses.attn_sink == 0x6000
+        with pytest.raises(TypeError, match="^learnable_sink: expected it or attn_sink"):
+            function(**arguments, attn_sink=sink, learnable_sink=sink)
+
+
+@pytest.mark.parametrize("function", ("func", "qkvpacked_func", "kvpacked_func"))
+def test_the_same_options_everywhere(function: str) -> None:
+    """Names, order and defaults after the arrays and lengths."""
+    found = inspect.signature(getattr(rawmla, f"flash_attn_varlen_{function}")).parameters
+    names = [name for name in found if name not in [*ALIASES.values()][:4]]
+    assert names[names.index("dropout_p") :] == [
+        *("dropout_p", "softmax_scale", "causal", "deterministic", "is_varlen"),
+        *("window_size", "softcap", "attn_sink", "alibi_slopes", "attention_chunk"),
+        *("seqused_q", "seqused_k", "out", "learnable_sink"),
+    ]
+    assert found["window_size"].default == (-1, -1) and found["is_varlen"].default is True
+    assert found["window_size"].kind is inspect.Parameter.KEYWORD_ONLY
+
+
+@pytest.mark.parametrize(
+    ("window", "causal", "left", "right"),
+    (
+        ((-1, -1), False, NO_BOUND, NO_BOUND),
+        ((0, None), False, 0, NO_BOUND),
+        ([None, 3], False, NO_BOUND, 3),
+        ((5, 3), True, 5, 0),
+        ((-1, -1), True, NO_BOUND, 0),
+        ((2**31, 2**70), False, NO_BOUND, NO_BOUND),
+        ((np.int32(4), np.int64(-1)), False, 4, NO_BOUND),
+    ),
+)
+def test_windows(world: World, window: Any, causal: bool, left: int, right: int) -> None:
+    call(plain(), window_size=window, causal=causal)
+    launched = world.mha[0].call
+    assert (launched.window_left, launched.window_right) == (left, right)
+    assert type(launched.window_left) is type(launched.window_right) is int
+
+
+def test_numpy_scalars(world: World) -> None:
+    lengths = {"max_seqlen_q": np.int32(20), "max_seqlen_k": np.int64(30)}
+    zeros = {"dropout_p": np.float32(0), "softcap": np.float64(0.0), "attention_chunk": np.int64(0)}
+    call(plain() | lengths | zeros, softmax_scale=np.float32(0.5), causal=np.True_)
+    assert world.mha[0].call == EXPECTED._replace(softmax_scale=0.5, window_right=0)
+    assert type(world.mha[0].call.max_seqlen_q) is int
+
+
+def test_lengths_beyond_the_arrays(world: World) -> None:
+    call(plain(), max_seqlen_q=2**31 - 1, max_seqlen_k=10**12)
+    assert world.mha[0].call == EXPECTED._replace(max_seqlen_q=TOTAL_Q, max_seqlen_k=TOTAL_K)
+
+
+def test_float16(world: World) -> None:
+    out, _ = call({n: x.but(dtype="float16") if n in "qkv" else x for n, x in plain().items()})
+    assert world.mha[0].call == EXPECTED._replace(dtype="float16") and out.dtype == "float16"
+
+
+def test_slopes(world: World) -> None:
+    for shape, strides, stride_b in (((H_Q,), None, 0), ((B, H_Q), (0, 1), 0), ((B, H_Q), (50, 1), 50)):
+        call(plain(), alibi_slopes=FakeArray(shape, "float32", strides))
+        launched = world.mha[-1].call
+        assert (launched.has_alibi, launched.alibi_stride_b) == (True, stride_b)
+
+
+# ---- `is_varlen=False`
+
+
+def of_one_length() -> Arguments:
+    """Segments of 8 queries and 14 keys."""
+    arguments = plain() | {"max_seqlen_q": 8, "max_seqlen_k": 14}
+    shapes(q=(24, H_Q, D_QK), k=(42, H_KV, D_QK), v=(42, H_KV, D_V))(arguments)
+    return arguments
+
+
+def test_a_promise_of_one_length(world: World) -> None:
+    arguments = of_one_length()
+    out, lse = call(arguments, is_varlen=False)
+    (launch,) = world.mha
+    assert launch.call == EXPECTED._replace(
+        varlen=False,
+        max_seqlen_q=8,
+        max_seqlen_k=14,
+        total_q=8,
+        total_k=14,
+        q_strides=(8 * 1024, 1024, 128),
+        k_strides=(14 * 256, 256, 128),
+        v_strides=(14 * 128, 128, 64),
+        out_strides=(8 * 512, 512, 64),
+        lse_strides=(8, 24),
+    )
+    assert launch.addresses.cu_seqlens_q == launch.addresses.cu_seqlens_k == 0
+    assert (out.shape, lse.shape, lse.strides) == ((24, H_Q, D_V), (24, H_Q), (1, 24))
+
+
+@pytest.mark.parametrize(
+    "more",
+    (
+        {"max_seqlen_k": 15},
+        {"max_seqlen_q": 9},
+        {"max_seqlen_q": 7},
+        {"is_varlen": True},
+        {"seqused_q": FakeArray((B,))},
+        {"seqused_k": FakeArray((B,))},
+    ),
+    ids=str,
+)
+def test_a_promise_that_cannot_be_used(world: World, more: Arguments) -> None:
+    """Then requests are where cu_seqlens says."""
+    call(of_one_length(), is_varlen=False)
+    call(of_one_length() | {"is_varlen": False} | more)
+    assert [launch.call.varlen for launch in world.mha] == [False, True]
+    assert [launch.addresses.cu_seqlens_k for launch in world.mha] == [0, 0x4800]
+
+
+# ---- layouts
+
+
+@pytest.mark.parametrize(
+    ("strides", "out_strides"),
+    (
+        ((1024, 128, 1), (512, 64, 1)),
+        ((3072, 128, 1), (512, 64, 1)),  # a slice of a packed projection
+        ((128, 40 * 128, 1), (64, 40 * 64, 1)),  # heads outermost
+        ((0, 128, 1), (512, 64, 1)),  # broadcast: no order follows
+        ((8, 136, 1), (64, 40 * 64, 1)),  # rows may overlap in what is read
+    ),
+)
+def test_strides_of_q(world: World, strides: Any, out_strides: Any) -> None:
+    out, _ = call(plain() | {"q": plain()["q"].but(strides=strides)})
+    launched = world.mha[0].call
+    assert launched.q_strides == (0, *strides[:-1]) and not world.framework.copied
+    assert out.strides == out_strides and launched.out_strides == (0, *out_strides[:-1])
+
+
+@pytest.mark.parametrize("axes", ((0, 2, 1), (2, 1, 0), (1, 0, 2)))
+def test_orders_of_four_dimensions(world: World, axes: Any) -> None:
+    """`axes`: of (batch, token, head), from the largest stride to the smallest."""
+
+    def ordered(shape: tuple[int, ...]) -> tuple[int, ...]:
+        inner = contiguous((*[shape[axis] for axis in axes], shape[-1]))
+        return (*[inner[axes.index(axis)] for axis in range(3)], 1)
+
+    arguments = {name: x.but(strides=ordered(x.shape)) for name, x in fixed().items()}
+    out, lse = rawmla.flash_attn_func(**arguments)
+    launched = world.mha[0].call
+    for name, array in {**arguments, "out": out}.items():
+        assert array.strides == ordered(array.shape)
+        assert getattr(launched, f"{name}_strides") == array.strides[:3]
+    assert lse.strides is None and not world.framework.copied
+
+
+UNWALKED: tuple[Arguments, ...] = (
+    {"ptr": 0x1008},
+    {"strides": (4096, 132, 1)},
+    {"strides": (-4096, 128, 1)},
+    {"strides": (2**39, 128, 1)},
+    {"strides": (4096, 256, 2)},
+)
+"""Layouts that kernels cannot read."""
+
+
+@pytest.mark.parametrize("name", ("q", "k", "v"))
+@pytest.mark.parametrize("changes", UNWALKED, ids=str)
+def test_copied(world: World, name: str, changes: Arguments) -> None:
+    """By its own framework at every call, though the kind of call is known."""
+    arguments, other = plain(), FakeFramework("other")
+    change(name, framework=other if name != "q" else None, **changes)(arguments)
+    made = world.framework if name == "q" else other
+    for count in (1, 2):
+        call(arguments)
+        assert made.copied == [arguments[name]] * count
+        launch = world.mha[-1]
+        assert launch.call == EXPECTED
+        places = {"q": 0x1000, "k": 0x2000, "v": 0x3000} | {name: COPY + 0x1000 * count}
+        assert launch.addresses[:3] == tuple(places.values())
+
+
+def test_head_dimensions_that_fill_no_16_bytes(world: World) -> None:
+    arguments = plain()
+    shapes(q=(*Q[:2], 17), k=(*K[:2], 17), v=(*V[:2], 33))(arguments)
+    out, _ = call(arguments)
+    launch = world.mha[0]
+    assert world.framework.copied == [arguments["q"], arguments["k"], arguments["v"]]
+    assert launch.addresses[:3] == (COPY + 0x1000, COPY + 0x2000, COPY + 0x3000)
+    assert launch.call == EXPECTED._replace(
+        d_qk=17,
+        d_v=33,
+        softmax_scale=17**-0.5,
+        q_strides=(0, H_Q * 24, 24),
+        k_strides=(0, H_KV * 24, 24),
+        v_strides=(0, H_KV * 40, 40),
+        out_strides=(0, H_Q * 40, 40),
+    )
+    assert (out.shape, out.strides) == ((TOTAL_Q, H_Q, 33), (H_Q * 40, 40, 1))
+
+
+def test_such_dimensions_in_padded_rows(world: World) -> None:
+    arguments = plain()
+    change("q", shape=(*Q[:2], 17), strides=(H_Q * 32, 32, 1))(arguments)
+    change("k", shape=(*K[:2], 17), strides=(H_KV * 24, 24, 1))(arguments)
+    call(arguments)
+    assert not world.framework.copied
+    assert world.mha[0].call.q_strides == (0, H_Q * 32, 32)
+
+
+def test_dimensions_of_one_element(world: World) -> None:
+    """Are never stepped over, so any stride is legal; kernels get multiples of 8."""
+    arguments = plain()
+    change("q", shape=(1, 1, 17), strides=(3, -5, 1))(arguments)
+    change("k", shape=(TOTAL_K, 1, 17), strides=(24, 17, 1))(arguments)
+    change("v", shape=(TOTAL_K, 1, 1), strides=(8, 7, 9))(arguments)
+    out, _ = call(arguments)
+    launched = world.mha[0].call
+    assert not world.framework.copied and out.strides == (8, 8, 1)
+    strides = launched.q_strides + launched.k_strides + launched.v_strides + launched.out_strides
+    assert all(stride % 8 == 0 for stride in strides)
+    assert (launched.k_strides[1], launched.v_strides[1]) == (24, 8)
+
+
+@pytest.mark.parametrize("strides", ((512, 64, 1), (64, 40 * 64, 1), (8192, 72, 1)), ids=str)
+def test_given_out(world: World, strides: Any) -> None:
+    out = FakeArray(OUT, "bfloat16", strides, ptr=0x7000)
+    result, lse = call(plain(), out=out)
+    assert result is out and world.mha[0].addresses.out == 0x7000
+    assert world.mha[0].call.out_strides == (0, *strides[:-1])
+    assert [x.shape for x in world.framework.allocated] == [(TOTAL_Q, H_Q), (48,)]
+    assert lse is world.framework.allocated[0]
+    batched = FakeArray((B, S_Q, H_Q, D_V), "bfloat16", (4 * S_Q * 1024, 1024, 128, 1), ptr=0x7000)
+    result, _ = rawmla.flash_attn_func(**fixed(), out=batched)
+    assert result is batched and world.mha[1].call.out_strides == (4 * S_Q * 1024, 1024, 128)
+
+
+# ---- packed arrays
+
+
+def of_parts(strides: tuple[int, ...], **more: Any) -> MhaForwardCall:
+    """The launch of a packed qkv with these strides of parts."""
+    same = {"h_kv": H_Q, "max_seqlen_k": 20, "total_k": TOTAL_Q}
+    return EXPECTED._replace(q_strides=strides, k_strides=strides, v_strides=strides, **same, **more)
+
+
+def test_qkv_of_flash_mla(world: World) -> None:
+    arguments = packed_qkv(TOTAL_Q, H_Q, 2 * D_QK + D_V)
+    out, lse = rawmla.flash_attn_varlen_qkvpacked_func(**arguments, head_dim_qk=D_QK, causal=True)
+    (launch,) = world.mha
+    assert launch.call == of_parts((0, H_Q * 320, 320), window_right=0)
+    assert launch.addresses[:3] == (0x1000, 0x1000 + 2 * 128, 0x1000 + 2 * 256)
+    assert launch.addresses[5:7] == (0x4000, 0x4000)
+    assert (out.shape, out.strides) == (OUT, (512, 64, 1)) and lse.shape == out.shape[:2]
+
+
+def test_qkv_of_flash_attention(world: World) -> None:
+    arguments = packed_qkv(TOTAL_Q, 3, H_Q, D_V)
+    rawmla.flash_attn_varlen_qkvpacked_func(**arguments, softmax_scale=0.5, window_size=(4, 2))
+    (launch,) = world.mha
+    more = {"d_qk": D_V, "softmax_scale": 0.5, "window_left": 4, "window_right": 2}
+    assert launch.call == of_parts((0, 3 * H_Q * D_V, D_V), **more)
+    part = 2 * H_Q * D_V
+    assert launch.addresses[:3] == (0x1000, 0x1000 + part, 0x1000 + 2 * part)
+
+
+def test_kv_of_flash_mla(world: World) -> None:
+    q, *lengths, kv = packed_kv(TOTAL_K, H_KV, D_QK + D_V).values()
+    rawmla.flash_attn_varlen_kvpacked_func(q, kv, *lengths, D_QK, 0.0, 0.25, True)
+    (launch,) = world.mha
+    strides = (0, H_KV * 192, 192)
+    expected = EXPECTED._replace(k_strides=strides, v_strides=strides, softmax_scale=0.25, window_right=0)
+    assert launch.call == expected
+    assert launch.addresses[:3] == (0x1000, 0x2000, 0x2000 + 2 * 128)
+
+
+def test_kv_of_flash_attention(world: World) -> None:
+    rawmla.flash_attn_varlen_kvpacked_func(**packed_kv(TOTAL_K, 2, H_KV, D_QK))
+    (launch,) = world.mha
+    strides = (0, 2 * H_KV * D_QK, D_QK)
+    expected = EXPECTED._replace(d_v=D_QK, k_strides=strides, v_strides=strides, out_strides=(0, 1024, 128))
+    assert launch.call == expected
+    assert launch.addresses[:3] == (0x1000, 0x2000, 0x2000 + 2 * H_KV * D_QK)
+
+
+def test_parts_that_are_copied(world: World) -> None:
+    """Parts that do not begin at a multiple of 16 bytes, or have other strides that are not walked."""
+    rawmla.flash_attn_varlen_qkvpacked_func(**packed_qkv(TOTAL_Q, H_Q, 2 * 20 + 24), head_dim_qk=20)
+    assert [(x.ptr, x.index) for x in world.framework.copied] == [(0x1000, (..., slice(20, 40)))]
+    (launch,) = world.mha
+    assert launch.addresses[:3] == (0x1000, COPY + 0x1000, 0x1000 + 2 * 40)
+    assert launch.call.k_strides == (0, H_Q * 24, 24)
+    assert launch.call.q_strides == launch.call.v_strides == (0, H_Q * 64, 64)
+    arguments = packed_kv(TOTAL_K, 2, H_KV, D_QK)
+    change("kv", strides=(2 * H_KV * D_QK + 8, H_KV * D_QK + 4, D_QK, 1))(arguments)
+    rawmla.flash_attn_varlen_kvpacked_func(**arguments)
+    assert [x.index for x in world.framework.copied[1:]] == [(slice(None), 1)]
+
+
+# ---- nothing to attend
+
+
+@pytest.mark.parametrize("given", (False, True))
+@pytest.mark.parametrize(
+    "spoil",
+    (shapes(q=(0, H_Q, D_QK)), put("max_seqlen_q", 0), shapes(cu_seqlens_q=(1,), cu_seqlens_k=(1,))),
+    ids=("no tokens", "no length", "no requests"),
+)
+def test_no_queries(world: World, spoil: Callable[[Arguments], None], given: bool) -> None:
+    arguments = plain()
+    spoil(arguments)
+    tokens = arguments["q"].shape[0]
+    out = FakeArray((tokens, H_Q, D_V), "bfloat16", ptr=0x7000) if given else None
+    result, lse = call(arguments, out=out)
+    assert (result.shape, result.dtype) == ((tokens, H_Q, D_V), "bfloat16")
+    assert (lse.shape, lse.dtype) == ((tokens, H_Q), "float32")
+    assert (result is out) == given and len(world.framework.allocated) == (1 if given else 2)
+    assert not world.mha and not world.framework.filled
+
+
+@pytest.mark.parametrize(("b", "s_q"), ((0, S_Q), (B, 0)))
+def test_no_queries_of_one_length(world: World, b: int, s_q: int) -> None:
+    arguments = fixed()
+    shapes(q=(b, s_q, H_Q, D_QK), k=(b, S_K, H_KV, D_QK), v=(b, S_K, H_KV, D_V))(arguments)
+    out, lse = rawmla.flash_attn_func(**arguments)
+    assert (out.shape, lse.shape) == ((b, s_q, H_Q, D_V), (b, H_Q, s_q))
+    assert not world.mha and not world.framework.filled
+
+
+def test_no_keys(world: World) -> None:
+    """The kernel writes the results, and no row that is of no request."""
+    arguments = with_out() | {"max_seqlen_k": 0}
+    change("k", shape=(0, H_KV, D_QK), ptr=0)(arguments)
+    change("v", shape=(0, H_KV, D_V), ptr=0)(arguments)
+    assert call(arguments)[0] is arguments["out"]
+    arguments = fixed()
+    change("k", shape=(B, 0, H_KV, D_QK), ptr=0)(arguments)
+    change("v", shape=(B, 0, H_KV, D_V), ptr=0)(arguments)
+    rawmla.flash_attn_func(**arguments)
+    call(plain(), max_seqlen_k=0)
+    assert [launch.call.total_k for launch in world.mha] == [0, 0, TOTAL_K]
+    assert [launch.call.max_seqlen_k for launch in world.mha] == [0, 0, 0]
+    assert not world.framework.filled
+
+
+# ---- the memo
+
+
+def prepared(launches: list[Any]) -> list[int]:
+    """Which of the launches were prepared, as the number of the first one with the same preparation."""
+    made = [launch.prepared for launch in launches]
+    return [made.index(one) for one in made]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    (
+        {"softmax_scale": 0.5},
+        {"causal": True},
+        {"window_size": (3, -1)},
+        {"softcap": 1.5},
+        {"max_seqlen_q": 19},
+        {"max_seqlen_k": 29},
+        {"attn_sink": FakeArray((H_Q,), "float32")},
+        {"alibi_slopes": FakeArray((H_Q,), "float32")},
+        {"out": FakeArray(OUT, "bfloat16", (1024, 128, 1))},
+    ),
+    ids=lambda changed: next(iter(changed)),
+)
+def test_other_options(world: World, changed: Arguments) -> None:
+    for arguments in (plain(), plain() | changed, plain()):
+        call(arguments)
+    assert prepared(world.mha) == [0, 1, 0]
+    assert world.mha[0].call == world.mha[2].call == EXPECTED != world.mha[1].call or "out" in changed
+
+
+def test_warmup_of_packed_arrays(world: World) -> None:
+    """Nothing is allocated, copied or launched."""
+    for function, arguments in (
+        (rawmla.flash_attn_varlen_qkvpacked_func, packed_qkv(TOTAL_Q, H_Q, 59) | {"head_dim_qk": 20}),
+        (rawmla.flash_attn_varlen_kvpacked_func, packed_kv(TOTAL_K, 2, H_KV, D_QK)),
+    ):
+        rawmla.warmup_call(function, **arguments)
+    assert [launch.stream for launch in world.mha] == [rawmla.jit.NO_LAUNCH] * 2
+    assert not world.framework.allocated and not world.framework.copied

@@ -1,0 +1,326 @@
+"""Graphs of autograd of dense attention: what the backward gets, and where its gradients go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import rawmla
+
+torch = pytest.importorskip("torch")
+from calls.constants import DK, DQ, DSINK, DV, LSE, OUT, Launches, installed  # noqa: E402
+
+H, H_KV, D, D_V = 4, 2, 16, 8
+Q_LENGTHS, K_LENGTHS = (5, 0, 9), (7, 3, 4)
+FORMS = ("fixed", "varlen", "qkv", "qkv4", "kv", "kv4")
+
+
+@pytest.fixture
+def launches() -> Iterator[Launches]:
+    with installed() as made:
+        yield made
+
+
+@pytest.fixture
+def deterministic() -> Iterator[Callable[[bool], None]]:
+    """Turns torch's switch, whose state after the test is off."""
+    yield lambda on: torch.use_deterministic_algorithms(on, warn_only=True)
+    torch.use_deterministic_algorithms(False)
+
+
+class Case:
+    """A call of one of the forms; `qkv4` and `kv4` are packed arrays of four dimensions."""
+
+    def __init__(self, form: str, d: int = D, sink: bool = False, **options: Any) -> None:
+        n_q, n_k = sum(Q_LENGTHS), sum(K_LENGTHS)
+        q, k, v = (n_q, H, d), (n_k, H_KV, d), (n_k, H_KV, D_V)
+        shapes, starts = {
+            "fixed": ({"q": (2, 6, H, d), "k": (2, 8, H_KV, d), "v": (2, 8, H_KV, D_V)}, ()),
+            "varlen": ({"q": q, "k": k, "v": v}, ("_q", "_k")),
+            "qkv": ({"qkv": (n_q, H, 2 * d + D_V)}, ("",)),
+            "qkv4": ({"qkv": (n_q, 3, H, d)}, ("",)),
+            "kv": ({"q": q, "kv": (n_k, H_KV, d + D_V)}, ("_q", "_k")),
+            "kv4": ({"q": q, "kv": (n_k, 2, H_KV, d)}, ("_q", "_k")),
+        }[form]
+        name = {"fixed": "func", "varlen": "varlen_func"}.get(form, f"varlen_{form.rstrip('4')}packed_func")
+        self.function = getattr(rawmla, f"flash_attn_{name}")
+        self.d, self.form, self.keywords = d, form, options
+        self.leaves = {name: torch.randn(shape).half() for name, shape in shapes.items()}
+        if sink:
+            self.leaves["attn_sink"] = torch.linspace(-1, 1, H)
+        if form in ("qkv", "kv"):
+            self.keywords["head_dim_qk"] = d
+        for which in starts:
+            lengths = K_LENGTHS if which == "_k" else Q_LENGTHS
+            self.keywords[f"cu_seqlens{which}"] = torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32)
+            self.keywords[f"max_seqlen{which}"] = max(lengths)
+
+    def fresh(self, needs: tuple[str, ...] | None = None) -> dict[str, Any]:
+        """The leaves; those of `needs`, None: all, require grad."""
+        return {n: x.clone().requires_grad_(needs is None or n in needs) for n, x in self.leaves.items()}
+
+    def call(self, leaves: dict[str, Any], **more: Any) -> Any:
+        return self.function(**leaves, **{**self.keywords, **more})
+
+    def parts(self, name: str, grad: Any) -> list[Any]:
+        """The parts of a gradient that are of one array."""
+        if name not in ("qkv", "kv"):
+            return [grad]
+        if self.form.endswith("4"):
+            return list(grad.unbind(1))
+        sizes = [self.d] * (len(name) - 1) + [D_V]
+        return list(grad.split(sizes, -1))
+
+
+GRADIENTS = {"q": [DQ], "k": [DK], "v": [DV], "attn_sink": [DSINK], "qkv": [DQ, DK, DV], "kv": [DK, DV]}
+
+
+def assert_gradients(case: Case, leaves: dict[str, Any]) -> None:
+    """Every leaf that requires grad has what the kernel wrote for it, in its own dtype."""
+    for name, x in leaves.items():
+        assert (x.grad is None) == (not x.requires_grad)
+        if x.grad is not None:
+            assert x.grad.dtype == x.dtype and x.grad.shape == x.shape
+            values = zip(case.parts(name, x.grad), GRADIENTS[name], strict=True)
+            assert all(bool((part == value).all()) for part, value in values), name
+
+
+@pytest.mark.parametrize("of", ("out", "lse", "both"))
+@pytest.mark.parametrize("form", FORMS)
+def test_gradients(launches: Launches, form: str, of: str) -> None:
+    case = Case(form, sink=True, causal=True, softcap=2.0, softmax_scale=0.3)
+    leaves = case.fresh()
+    out, lse = case.call(leaves)
+    assert out.requires_grad and lse.requires_grad and bool((out == OUT).all()) and bool((lse == LSE).all())
+    weights = torch.randn(out.shape).half(), torch.randn(lse.shape)
+    results = [(out, weights[0]), (lse, weights[1])][of == "lse" : 1 + (of != "out")]
+    torch.autograd.backward(*map(list, zip(*results, strict=True)))
+    assert_gradients(case, leaves)
+    (forward,), (backward,) = launches.forward, launches.backward
+    for name in set(forward.call._fields) & set(backward.call._fields) - {"lse_strides", "mods"}:
+        assert getattr(forward.call, name) == getattr(backward.call, name), name
+    for name in set(forward.addresses._fields) & set(backward.addresses._fields):
+        assert getattr(forward.addresses, name) == getattr(backward.addresses, name), name
+    assert torch.equal(backward.dout, torch.zeros_like(out) if of == "lse" else weights[0])
+    assert backward.call.has_dlse == (of != "out") == (backward.dlse is not None)
+    if of != "out":
+        assert torch.equal(backward.dlse, weights[1].mT if form == "fixed" else weights[1])
+
+
+@pytest.mark.parametrize(
+    ("form", "needs"),
+    (
+        *[(form, needs) for form in ("fixed", "varlen") for needs in (("q",), ("k", "attn_sink"), ("v",))],
+        *[
+            ("qkv", ("qkv",)),
+            ("qkv", ("attn_sink",)),
+            ("kv", ("q",)),
+            ("kv4", ("kv",)),
+            ("varlen", ("q", "v")),
+        ],
+    ),
+)
+def test_gradients_of_some(launches: Launches, form: str, needs: tuple[str, ...]) -> None:
+    """Others are not computed: their addresses are 0. All parts of what is packed are needed, or none."""
+    case = Case(form, sink=True)
+    leaves = case.fresh(needs)
+    case.call(leaves)[0].sum().backward()
+    assert_gradients(case, leaves)
+    (backward,) = launches.backward
+    wanted = [any(name in needs for name in names) for names in (("q", "qkv"), ("k", "qkv", "kv"))]
+    wanted += [any(name in needs for name in ("v", "qkv", "kv")), "attn_sink" in needs]
+    results = [getattr(backward.addresses, name) for name in ("dq", "dk", "dv", "dsink")]
+    assert [*backward.call.needs] == wanted == [address != 0 for address in results]
+
+
+@pytest.mark.parametrize("form", ("qkv", "qkv4", "kv", "kv4"))
+def test_packed_gradients_are_written_in_place(launches: Launches, form: str) -> None:
+    """The kernel gets places in one array for them."""
+    case = Case(form)
+    leaves = case.fresh()
+    case.call(leaves)[0].sum().backward()
+    name = form.rstrip("4")
+    (backward,) = launches.backward
+    call, places, grad = backward.call, backward.addresses, leaves[name].grad
+    assert call.dk_strides[1] == call.dv_strides[1] == leaves[name].stride(0) == grad.stride(0)
+    heads = H if name == "qkv" else H_KV
+    part = 2 * (heads * D if form.endswith("4") else D)  # bytes
+    assert places.dv - places.dk == part and (places.dk - places.dq == part) == (name == "qkv")
+    assert grad.data_ptr() == (places.dq if name == "qkv" else places.dk)
+
+
+@pytest.mark.parametrize("form", ("qkv", "kv"))
+def test_packed_gradients_off_16_bytes(launches: Launches, form: str) -> None:
+    """Where the kernel cannot write into one array, its results are copied there."""
+    case = Case(form, d=12)
+    leaves = case.fresh()
+    case.call(leaves)[0].sum().backward()
+    assert_gradients(case, leaves)
+
+
+def test_sink_that_is_a_parameter_and_learnable_sink(launches: Launches) -> None:
+    sink = torch.nn.Parameter(torch.linspace(-1, 1, H).bfloat16())
+    case = Case("fixed")
+    case.call(case.leaves, learnable_sink=sink)[0].sum().backward()
+    assert sink.grad.dtype == torch.bfloat16 and bool((sink.grad == DSINK).all())
+
+
+@pytest.mark.parametrize("form", ("fixed", "varlen"))
+def test_results_are_stored_as_without_a_graph(launches: Launches, form: str) -> None:
+    case = Case(form)
+    for one, other in zip(case.call(case.fresh()), case.call(case.leaves), strict=True):
+        assert one.stride() == other.stride() and torch.equal(one, other)
+        assert one.requires_grad and not other.requires_grad
+    assert launches.forward[0].call == launches.forward[1].call
+
+
+def test_gradients_of_any_strides(launches: Launches) -> None:
+    """A sum gives a gradient with strides of 0, a transpose one of lse in another order."""
+    case = Case("varlen")
+    out, lse = case.call(case.fresh())
+    weights = torch.arange(lse.numel()).view(lse.T.shape).float()
+    (out.sum() + (lse.T * weights).sum()).backward()
+    (backward,) = launches.backward
+    assert bool((backward.dout == 1).all()) and torch.equal(backward.dlse, weights.T)
+
+
+def test_gradients_with_the_negative_bit(launches: Launches) -> None:
+    """Autograd hands over what the imaginary part of a conjugate is: memory with the other sign."""
+    case = Case("varlen")
+    results = case.call(case.fresh())
+    torch.autograd.backward(results, [torch._neg_view(torch.ones_like(x)) for x in results])
+    (backward,) = launches.backward
+    assert bool((backward.dout == -1).all()) and bool((backward.dlse == -1).all())
+
+
+@pytest.mark.parametrize("context", (torch.no_grad, torch.inference_mode, None))
+def test_without_gradients_no_graph_is_looked_for(
+    launches: Launches, monkeypatch: pytest.MonkeyPatch, context: Any
+) -> None:
+    from rawmla.mha import autograd
+
+    monkeypatch.setattr(autograd, "attend", lambda *args: pytest.fail("a graph was made"))
+    for form in FORMS:
+        case = Case(form)
+        if context is None:
+            results = case.call(case.leaves)
+        else:
+            with context():
+                results = case.call(case.fresh())
+        assert not any(x.requires_grad for x in results)
+
+
+@pytest.mark.parametrize("needs_grad", (False, True))
+def test_each_array_is_read_once(
+    launches: Launches, monkeypatch: pytest.MonkeyPatch, needs_grad: bool
+) -> None:
+    from rawmla.call.arrays import READERS
+
+    reads: list[str] = []
+    read = READERS[torch.Tensor]
+    monkeypatch.setitem(READERS, torch.Tensor, lambda x, name: (reads.append(name), read(x, name))[1])
+    case = Case("varlen", sink=True)
+    out, _ = case.call(case.fresh() if needs_grad else case.leaves)
+    assert sorted(reads) == ["attn_sink", "cu_seqlens_k", "cu_seqlens_q", "k", "q", "v"]
+    assert out.requires_grad == needs_grad
+
+
+def test_second_derivative(launches: Launches) -> None:
+    case = Case("fixed", sink=True)
+    leaves = case.fresh()
+    out, lse = case.call(leaves)
+    loss = (out.float() ** 2).sum() + lse.sum()
+    grads = torch.autograd.grad(loss, list(leaves.values()), create_graph=True)
+    assert all(x.requires_grad for x in grads)
+    text = "^dense attention has no second derivative: expected .* create_graph=True"
+    with pytest.raises(NotImplementedError, match=text):
+        grads[0].float().sum().backward()
+    out, _ = case.call(leaves)
+    (dq,) = torch.autograd.grad(out.sum(), leaves["q"], create_graph=True)
+    with pytest.raises(NotImplementedError, match=text):  # though the gradient of out requires no grad
+        dq.float().sum().backward()
+
+
+@pytest.mark.parametrize("name", ("q", "k", "v", "attn_sink", "out", "cu_seqlens_q", "alibi_slopes"))
+def test_changes_in_place_are_found(launches: Launches, name: str) -> None:
+    case = Case("varlen", sink=True, alibi_slopes=torch.linspace(0, 1, H))
+    leaves = case.fresh()
+    out, _ = case.call(leaves)
+    loss = out.float().sum()
+    with torch.no_grad():
+        {**leaves, **case.keywords, "out": out}[name].add_(0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_backward_twice(launches: Launches) -> None:
+    case = Case("fixed")
+    leaves = case.fresh()
+    loss = case.call(leaves)[0].float().sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    assert bool((leaves["q"].grad == 2 * DQ).all())
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("form", ("fixed", "qkv"))
+def test_fixed_order(launches: Launches, deterministic: Callable[[bool], None], form: str) -> None:
+    """Wanted by the argument of the forward, or by torch's switch as the backward pass finds it."""
+    case = Case(form)
+    for argument, switch, wanted in ((False, False, False), (True, False, True), (False, True, True)):
+        deterministic(False)
+        out, _ = case.call(case.fresh(), deterministic=argument)
+        deterministic(switch)
+        out.float().sum().backward()
+        assert launches.backward[-1].call.deterministic is wanted
+
+
+# ---- what raises
+
+OUT_ARRAY, SLOPES = torch.zeros(2, 6, H, D_V).half(), torch.ones(H, requires_grad=True)
+REFUSED: tuple[tuple[dict[str, Any], type[Exception], str], ...] = (
+    ({"attention_chunk": 4}, ValueError, "attention_chunk: expected 0"),
+    ({"dropout_p": 0.1}, ValueError, r"dropout_p: expected 0\.0"),
+    ({"deterministic": 1}, TypeError, "deterministic: expected a bool"),
+    ({"softcap": -1.0}, ValueError, "softcap: "),
+    ({"window_size": (-2, 0)}, ValueError, "window_size: "),
+    ({"out": OUT_ARRAY}, ValueError, "out: expected None where a gradient is needed"),
+    ({"out": SLOPES}, ValueError, "out: expected None where a gradient is needed"),
+    ({"alibi_slopes": SLOPES}, ValueError, "alibi_slopes: expected a tensor that needs no gradient here"),
+    ({"k": [1]}, TypeError, "k: expected a torch tensor"),
+    ({"v": torch.zeros(1, 8, H_KV, D_V).half()}, ValueError, "v: expected shape"),
+    ({"q": OUT_ARRAY.sum()}, ValueError, r"q: expected shape \[b, s_q, h_q, d_qk\], got \[\]"),
+    ({"attn_sink": torch.ones(H - 1)}, ValueError, "attn_sink: expected shape"),
+    ({"v": torch.zeros(2, 8, H_KV, D_V)}, TypeError, "v: expected dtype float16"),
+)
+
+
+@pytest.mark.parametrize(("changes", "error", "text"), REFUSED, ids=[case[2] for case in REFUSED])
+def test_refused_before_a_launch(
+    launches: Launches, changes: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    for form in FORMS if changes.keys() <= {"attention_chunk", "softcap"} else FORMS[:1]:
+        case = Case(form)
+        with pytest.raises(error, match=f"^{text}") as caught:
+            case.call({**case.fresh(), **changes})
+        assert caught.value.__context__ is None, "the text of another error comes first"
+    assert not launches.forward
+
+
+def test_slopes_that_need_a_gradient_alone(launches: Launches) -> None:
+    case = Case("fixed")
+    with pytest.raises(ValueError, match="^alibi_slopes: expected a tensor that needs no gradient here"):
+        case.call(case.leaves, alibi_slopes=SLOPES)
+
+
+def test_functions_that_have_a_backward_are_named(launches: Launches) -> None:
+    """In the error of those that have none."""
+    kv = torch.zeros(9, 1, 576, dtype=torch.bfloat16, requires_grad=True)
+    rows = torch.zeros(2, 1, 64, dtype=torch.int32)
+    for text in (" of flash_attn_func, flash_attn_va", " score_mod reads, of flex_attention"):
+        with pytest.raises(ValueError, match=f"^kv: expected .* no gradient .*{text}"):
+            rawmla.flash_mla_sparse_fwd(torch.zeros(2, 64, 576, dtype=torch.bfloat16), kv, rows, 0.1)

@@ -1,0 +1,298 @@
+"""Backward calls of dense attention: what they refuse, allocate, copy and launch beside the forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import rawmla
+from calls import test_dense as forward
+from calls.fakes import Arguments, FakeArray, World, both, change, contiguous, put
+from calls.refusals import Refusal, check_refused, each, shapes
+from calls.test_dense import ALIASES, D_QK, D_V, H_KV, H_Q, OUT, S_K, S_Q, TOTAL_K, TOTAL_Q, B, K, Q, V
+from rawmla.kernels.mha_backward import BackwardAddresses, BackwardCall
+from rawmla.kernels.mha_backward_variants import Needs
+
+RESULTS = ("dq", "dk", "dv")
+SHAPES = {"dq": Q, "dk": K, "dv": V}
+LSE_STRIDES = (1, TOTAL_Q)  # heads first in memory
+
+
+def plain() -> Arguments:
+    """A varlen call that is accepted."""
+    return forward.plain() | {
+        "dout": FakeArray(OUT, "bfloat16", ptr=0x7000),
+        "out": FakeArray(OUT, "bfloat16", ptr=0x7800),
+        "lse": FakeArray((TOTAL_Q, H_Q), "float32", strides=LSE_STRIDES, ptr=0x8004),
+    }
+
+
+def optional() -> Arguments:
+    """The same with all arrays that are optional."""
+    places = zip(RESULTS, (0x9000, 0x9800, 0xA000), strict=True)
+    given = {name: FakeArray(SHAPES[name], "bfloat16", ptr=ptr) for name, ptr in places}
+    dlse = FakeArray((TOTAL_Q, H_Q), "float32", ptr=0x8804)
+    return forward.optional() | plain() | given | {"dlse": dlse}
+
+
+def fixed() -> Arguments:
+    """A call of `flash_attn_backward` that is accepted."""
+    return forward.fixed() | {
+        "dout": FakeArray((B, S_Q, H_Q, D_V), "bfloat16", ptr=0x7000),
+        "out": FakeArray((B, S_Q, H_Q, D_V), "bfloat16", ptr=0x7800),
+        "lse": FakeArray((B, H_Q, S_Q), "float32", ptr=0x8004),
+    }
+
+
+def call(arguments: Arguments, **more: Any) -> tuple[Any, ...]:
+    return rawmla.flash_attn_varlen_backward(**{**arguments, **more})
+
+
+def twice(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(2 * stride for stride in contiguous(shape))
+
+
+REFUSALS: list[Refusal] = [
+    *forward.OF_OPTIONS,
+    *[(name, ValueError, "[40, 8, 64] ... [40, 8, 128]", shapes(**{name: Q})) for name in ("dout", "out")],
+    *[(name, ValueError, "[40, 8] ... [8, 40]", shapes(**{name: (8, 40)})) for name in ("lse", "dlse")],
+    *[(name, TypeError, "got list", put(name, [1])) for name in RESULTS],
+    *[(name, TypeError, "bfloat16 ... got float16", change(name, dtype="float16")) for name in RESULTS],
+    ("dq", ValueError, "[40, 8, 128]", shapes(dq=(39, H_Q, D_QK))),
+    ("dk", ValueError, "[56, 2, 128]", shapes(dk=(TOTAL_K, H_Q, D_QK))),
+    ("dv", ValueError, "[56, 2, 64]", shapes(dv=K)),
+    *[
+        (name, ValueError, text, change(name, **changes))
+        for name in RESULTS
+        for text, changes in (
+            ("multiple of 16 bytes", {"ptr": 0x9008}),
+            ("positive", {"strides": (0, *contiguous(SHAPES[name])[1:])}),
+            ("contiguous last", {"strides": twice(SHAPES[name])}),
+        )
+    ],
+    ("dq", ValueError, "overlap", change("dq", strides=(H_Q * D_QK // 2, D_QK, 1))),
+    ("q", TypeError, "float32 is not supported yet", change("q", dtype="float32")),
+    ("q", ValueError, "1 to 256 ... 257", shapes(q=(*Q[:2], 257), k=(*K[:2], 257))),
+    ("v", ValueError, "1 to 256 ... 257", shapes(v=(*V[:2], 257))),
+]
+
+
+@each(REFUSALS)
+def test_refused(world: World, refusal: Refusal) -> None:
+    check_refused(world, rawmla.flash_attn_varlen_backward, optional, refusal)
+
+
+OF_ONE_LENGTH: list[Refusal] = [
+    ("lse", ValueError, "[3, 8, 5]", shapes(lse=(B, S_Q, H_Q))),
+    ("dout", ValueError, "[3, 5, 8, 64]", shapes(dout=OUT)),
+    ("out", ValueError, "[3, 5, 8, 64]", shapes(out=(B, S_Q, H_Q, D_QK))),
+    ("dlse", ValueError, "[3, 8, 5]", put("dlse", FakeArray((B, H_Q, 1), "float32"))),
+    ("k", ValueError, "[3, s_k, h_kv, 128] (b of q, d_qk of q)", shapes(k=(1, S_K, H_KV, D_QK))),
+]
+
+
+@each(OF_ONE_LENGTH)
+def test_refused_with_one_length(world: World, refusal: Refusal) -> None:
+    check_refused(world, rawmla.flash_attn_backward, fixed, refusal)
+
+
+@pytest.mark.parametrize("name", ("dropout_p", "attention_chunk", "out_given", "page_table"))
+def test_unknown_keywords(world: World, name: str) -> None:
+    with pytest.raises(TypeError, match=name):
+        call(plain(), **{name: 0})
+    assert world.untouched
+
+
+def test_second_names(world: World) -> None:
+    """The same call under the names of FlashMLA and FlashAttention; not under both."""
+    call(optional())
+    call({ALIASES.get(name, name): value for name, value in optional().items()})
+    first, second = world.mha_backward
+    assert first.prepared is second.prepared
+    assert first.addresses._replace(dsink=0) == second.addresses._replace(dsink=0)
+    sink = FakeArray((H_Q,), "float32", ptr=0x6000)
+    rawmla.flash_attn_backward(**fixed(), learnable_sink=sink)
+    assert world.mha_backward[-1].addresses.attn_sink == 0x6000
+    for name, alias in ALIASES.items():
+        with pytest.raises(TypeError, match=f"^{alias}: expected it or {name}, .* got both"):
+            call(optional(), **{alias: optional()[name]})
+
+
+# ---- launches
+
+of_forward = {name: x for name, x in forward.EXPECTED._asdict().items() if name in BackwardCall._fields}
+EXPECTED = BackwardCall(
+    **of_forward | {"lse_strides": (0, *LSE_STRIDES)},
+    dout_strides=(0, H_Q * D_V, D_V),
+    dlse_strides=(0, 0, 0),
+    dq_strides=(0, H_Q * D_QK, D_QK),
+    dk_strides=(0, H_KV * D_QK, D_QK),
+    dv_strides=(0, H_KV * D_V, D_V),
+    has_dlse=False,
+    deterministic=False,
+    needs=Needs(True, True, True, False),
+)
+PLAIN_ADDRESSES = BackwardAddresses(
+    q=0x1000,
+    k=0x2000,
+    v=0x3000,
+    out=0x7800,
+    dout=0x7000,
+    lse=0x8004,
+    dlse=0,
+    cu_seqlens_q=0x4000,
+    cu_seqlens_k=0x4800,
+    dq=0,
+    dk=0,
+    dv=0,
+)
+
+
+def test_plain(world: World) -> None:
+    """Fresh gradients, then scratch; twice the same."""
+    for _ in range(2):
+        got = call(plain())
+        dq, dk, dv, scratch = world.framework.allocated[-4:]
+        assert got == (dq, dk, dv)
+        assert [x.shape for x in got] == [Q, K, V] and {x.dtype for x in got} == {"bfloat16"}
+        assert [x.strides for x in got] == [contiguous(shape) for shape in (Q, K, V)]
+        assert scratch.dtype == "uint8" and scratch.shape == (48,)
+        launch = world.mha_backward[-1]
+        assert launch.call == EXPECTED
+        assert launch.addresses == PLAIN_ADDRESSES._replace(dq=dq.ptr, dk=dk.ptr, dv=dv.ptr)
+        assert (launch.stream, launch.scratch) == (0x51, scratch.ptr)
+    assert world.framework.copied == [] and world.framework.filled == []
+    assert forward.prepared(world.mha_backward) == [0, 0]
+
+
+def test_every_field(world: World) -> None:
+    """Given gradients are returned, and nothing but dsink and scratch is made; every array is read once."""
+    arguments = optional()
+    options = {"causal": True, "window_size": (9, None), "softcap": 15.0, "softmax_scale": 0.25}
+    got = call(arguments, **options, is_varlen=False)
+    dsink, scratch = world.framework.allocated
+    assert all(one is arguments[name] for one, name in zip(got, RESULTS, strict=False))
+    assert len(got) == 4 and got[3] is dsink
+    assert dsink.shape == (H_Q,) and dsink.dtype == "float32"
+    launch = world.mha_backward[-1]
+    assert launch.call == EXPECTED._replace(
+        dlse_strides=(0, H_Q, 1),
+        softmax_scale=0.25,
+        window_left=9,
+        window_right=0,
+        softcap=15.0,
+        alibi_stride_b=H_Q,
+        has_alibi=True,
+        sink_dtype="float32",
+        has_dlse=True,
+        needs=Needs(True, True, True, True),
+    )
+    used = {"seqused_q": 0x5000, "seqused_k": 0x5800, "alibi_slopes": 0x6800, "attn_sink": 0x6000}
+    results = {"dlse": 0x8804, "dq": 0x9000, "dk": 0x9800, "dv": 0xA000, "dsink": dsink.ptr}
+    assert launch.addresses == PLAIN_ADDRESSES._replace(**used, **results)
+    assert launch.scratch == scratch.ptr
+    assert sorted(world.reads) == sorted(name for name, x in arguments.items() if isinstance(x, FakeArray))
+
+
+def test_dsink_has_the_dtype_of_the_sink(world: World) -> None:
+    for dtype in ("float32", "bfloat16", "float16", "float64"):
+        got = call(plain(), attn_sink=FakeArray((H_Q,), dtype, ptr=0x6000))
+        assert got[3].dtype == dtype and got[3].shape == (H_Q,)
+        assert world.mha_backward[-1].call.sink_dtype == dtype
+
+
+def test_one_length(world: World) -> None:
+    """lse and dlse are [b, h_q, s_q] there, of any strides."""
+    dlse = FakeArray((B, H_Q, S_Q), "float32", strides=(1, B, 0), ptr=0x8808)
+    got = rawmla.flash_attn_backward(**fixed(), dlse=dlse)
+    assert [x.shape for x in got] == [(B, S_Q, H_Q, D_QK), (B, S_K, H_KV, D_QK), (B, S_K, H_KV, D_V)]
+    launch = world.mha_backward[-1]
+    found = launch.call._asdict()
+    known = forward.FIXED._asdict()
+    assert all(found[name] == known[name] for name in of_forward if name != "lse_strides")
+    for name, like in (("dout", "out"), ("dq", "q"), ("dk", "k"), ("dv", "v")):
+        assert found[f"{name}_strides"] == known[f"{like}_strides"]
+    assert launch.call.lse_strides == (H_Q * S_Q, 1, S_Q)
+    assert launch.call.dlse_strides == (1, 0, B) and launch.call.has_dlse
+    assert launch.addresses[10:] == (0,) * 7
+
+
+@pytest.mark.parametrize(("d_qk", "d_v"), ((192, 128), (1, 256), (255, 1)))
+def test_head_dimensions(world: World, d_qk: int, d_v: int) -> None:
+    arguments = plain()
+    wide = {"q": (*Q[:2], d_qk), "k": (*K[:2], d_qk), "v": (*K[:2], d_v)}
+    shapes(**wide, dout=(*Q[:2], d_v), out=(*Q[:2], d_v))(arguments)
+    assert [x.shape[-1] for x in call(arguments)] == [d_qk, d_qk, d_v]
+    launched = world.mha_backward[-1].call
+    assert (launched.d_qk, launched.d_v) == (d_qk, d_v)
+
+
+def test_lengths_beyond_the_arrays(world: World) -> None:
+    call(plain(), max_seqlen_q=10**9, max_seqlen_k=10**9)
+    assert world.mha_backward[-1].call == EXPECTED._replace(max_seqlen_q=TOTAL_Q, max_seqlen_k=TOTAL_K)
+
+
+def test_gradients_follow_the_order_of_strides(world: World) -> None:
+    """With heads outermost in q they are so in dq; the gradient of a broadcast k is dense."""
+    arguments = plain()
+    change("q", strides=(D_QK, TOTAL_Q * D_QK, 1))(arguments)
+    change("k", strides=(0, 0, 1))(arguments)
+    dq, dk, _ = call(arguments)
+    assert dq.strides == (D_QK, TOTAL_Q * D_QK, 1) and dk.strides == contiguous(K)
+    launched = world.mha_backward[-1].call
+    assert launched.dq_strides == (0, D_QK, TOTAL_Q * D_QK) == launched.q_strides
+    assert launched.k_strides == (0, 0, 0) and launched.dk_strides == (0, H_KV * D_QK, D_QK)
+    assert world.framework.copied == []
+
+
+@pytest.mark.parametrize("given", RESULTS)
+def test_one_gradient_given(world: World, given: str) -> None:
+    """In strides of its own."""
+    shape = SHAPES[given]
+    target = FakeArray(shape, "bfloat16", strides=(2 * shape[1] * 192, 192, 1), ptr=0x9000)
+    got = call(plain(), **{given: target})
+    fresh = iter(world.framework.allocated)
+    launch = world.mha_backward[-1]
+    for name, one in zip(RESULTS, got, strict=True):
+        assert one is (target if name == given else next(fresh))
+        assert getattr(launch.addresses, name) == one.ptr
+    assert getattr(launch.call, f"{given}_strides") == (0, 2 * shape[1] * 192, 192)
+
+
+@pytest.mark.parametrize("name", ("q", "k", "v", "dout", "out"))
+def test_copied(world: World, name: str) -> None:
+    """Once, with strides that kernels walk, and the copy's address is what they get."""
+    token, head, _ = contiguous(plain()[name].shape)
+    layouts = [{"ptr": 0x7008}, *[{"strides": x} for x in ((2 * token, 2 * head, 2), (-token, head, 1))]]
+    for count, changes in enumerate(layouts, 1):
+        arguments = plain()
+        change(name, **changes)(arguments)
+        call(arguments)
+        assert world.framework.copied[-1] is arguments[name] and len(world.framework.copied) == count
+        launch = world.mha_backward[-1]
+        assert getattr(launch.addresses, name) == forward.COPY + 0x1000 * count
+        assert getattr(launch.call, f"{name}_strides") == (0, token, head)
+
+
+NOTHING: dict[str, Callable[[Arguments], Any]] = {
+    "no keys": both(shapes(k=(0, *K[1:]), v=(0, *V[1:])), put("dk", None), put("dv", None)),
+    "max_seqlen_k 0": put("max_seqlen_k", 0),
+    "max_seqlen_q 0": put("max_seqlen_q", 0),
+}
+
+
+@pytest.mark.parametrize("given", (False, True))
+@pytest.mark.parametrize("how", NOTHING)
+def test_nothing_to_attend(world: World, given: bool, how: str) -> None:
+    """Gradients are set to 0, and no kernel is launched."""
+    arguments = optional()
+    if not given:
+        arguments |= dict.fromkeys(RESULTS)
+    NOTHING[how](arguments)
+    fresh = [name for name in RESULTS if arguments[name] is None]
+    got = call(arguments)
+    assert got[0].shape == Q and len(got) == 4
+    assert world.framework.filled == [(one, 0.0) for one in got]
+    assert world.mha_backward == [] and len(world.framework.allocated) == len(fresh) + 1

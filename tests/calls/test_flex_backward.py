@@ -1,0 +1,386 @@
+"""Backward calls of flex attention: what they refuse, allocate, copy and launch beside the forward."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import rawmla
+from calls import test_flex as forward
+from calls.fakes import Q_LISTS, Arguments, FakeArray, World, both, change, put
+from calls.refusals import Refusal, check_refused, each, shapes
+from calls.test_dense import COPY, prepared
+from calls.test_flex import (
+    COLUMNS,
+    HQ,
+    OUT,
+    ROWS,
+    B,
+    E,
+    K,
+    L,
+    Q,
+    S,
+    V,
+    by_token,
+    change_list,
+    set_mask,
+    table,
+)
+from calls.test_flex_lists import check_recut, of_128, steps
+from rawmla.jit import NO_LAUNCH
+from rawmla.kernels.block_mask import BlockLists
+from rawmla.kernels.flex_captured import CapturedGradient
+from rawmla.kernels.mha_backward import BackwardAddresses, BackwardCall, BackwardMods
+from rawmla.kernels.mha_backward_variants import ALL
+
+ROWS_SHAPE = (B, HQ, L)
+GRAD = "grad * slope"
+
+
+def mask_of(*leading: int, size: int = 128, full: bool = True, **more: Any) -> Any:
+    """A mask whose lists have these leading dimensions, (1, 1) if there are none."""
+    leading = leading or (1, 1)
+    rows, columns = -(-L // size), -(-S // size)
+    made: list[Any] = []
+    for lines, others, first in ((rows, columns, 0x14000), (columns, rows, 0x4000)):
+        for place in (first, first + 0x2000):
+            exists = full or place == first
+            made.append(FakeArray((*leading, lines), ptr=place) if exists else None)
+            made.append(FakeArray((*leading, lines, others), ptr=place + 0x1000) if exists else None)
+    options = {"BLOCK_SIZE": size, "mask_mod": rawmla.CudaMod("q_idx >= kv_idx"), **more}
+    return rawmla.BlockMask((L, S), *made, **options)
+
+
+def plain() -> Arguments:
+    """A call that is accepted."""
+    return forward.plain() | {
+        "grad_out": FakeArray(OUT, "bfloat16", ptr=0xA000),
+        "out": FakeArray(OUT, "bfloat16", ptr=0xB000),
+        "lse": FakeArray(ROWS_SHAPE, "float32", ptr=0xD004),
+    }
+
+
+def score_mod(indices: str = "h, q_idx", **changes: Any) -> rawmla.CudaMod:
+    captures = {"slope": 0.5, "bias": table(**changes)}
+    gradients = {"bias": (indices, "grad")}
+    return rawmla.CudaMod(f"score * slope + bias({indices})", captures, grad=GRAD, capture_grads=gradients)
+
+
+def optional() -> Arguments:
+    """The same with all that is optional."""
+    more = {"score_mod": score_mod(), "block_mask": mask_of(), "scale": 0.25}
+    return plain() | more | {"grad_lse": FakeArray(ROWS_SHAPE, "float32", ptr=0xE004)}
+
+
+def call(arguments: Arguments, **more: Any) -> Any:
+    return rawmla.flex_attention_backward(**{**arguments, **more})
+
+
+def only(world: World) -> SimpleNamespace:
+    (launch,) = world.flex_backward
+    return launch
+
+
+WITHOUT_COLUMNS = both(*[set_mask(name, None) for name in Q_LISTS])
+WITHOUT_FULL = both(*[set_mask(name, None) for name in Q_LISTS[2:]])
+FEW_COLUMNS = both(change_list("q_indices", shape=(1, 1, 3, 3)), change_list("q_num_blocks", shape=(1, 1, 3)))
+REFUSALS: list[Refusal] = [
+    *[
+        (name, ValueError, "of query, for gradients ... float8", change(name, dtype="float8_e4m3fn"))
+        for name in ("key", "value")
+    ],
+    *[
+        (name, TypeError, "bfloat16 ... got float16", change(name, dtype="float16"))
+        for name in ("key", "value", "grad_out", "out")
+    ],
+    *[(name, ValueError, str(list(OUT)), shapes(**{name: Q})) for name in ("grad_out", "out")],
+    *[
+        (name, ValueError, str(list(ROWS_SHAPE)), shapes(**{name: (B, HQ, 299)}))
+        for name in ("lse", "grad_lse")
+    ],
+    ("query", TypeError, "float32 is not supported yet", change("query", dtype="float32")),
+    ("scale", ValueError, "finite", put("scale", float("nan"))),
+    ("scale", ValueError, "1.7e+38 at most ... 3e+38", put("scale", 3e38)),
+    ("deterministic", TypeError, "bool", put("deterministic", 1)),
+    ("query", ValueError, "enable_gqa", put("enable_gqa", False)),
+    ("block_mask", ValueError, "q_num_blocks and q_indices ... of torch and CuPy only", WITHOUT_COLUMNS),
+    ("block_mask", ValueError, "full_q_num_blocks and full_q_indices", WITHOUT_FULL),
+    ("block_mask.q_indices", ValueError, f"{COLUMNS} columns of blocks, as key has", FEW_COLUMNS),
+    ("block_mask.q_indices", ValueError, "[B, H, columns,", change_list("q_num_blocks", shape=(1, 1, 3))),
+    ("block_mask.q_indices", TypeError, "int32", change_list("q_indices", dtype="float32")),
+    ("block_mask.full_q_indices", ValueError, "cuda:0 ... cuda:1", change_list("full_q_indices", device=1)),
+    ("block_mask", ValueError, "too small", set_mask("seq_lengths", (L, 3))),
+    ("score_mod", ValueError, "CudaMod with grad", put("score_mod", rawmla.CudaMod("score"))),
+    ("score_mod", ValueError, "CudaMod with grad", put("score_mod", "2 * score")),
+    (
+        "score_mod: an array that it reads",
+        ValueError,
+        "cuda:1",
+        lambda a: a.update(score_mod=score_mod(device=1)),
+    ),
+]
+
+
+@each(REFUSALS)
+def test_refused(world: World, refusal: Refusal) -> None:
+    check_refused(world, rawmla.flex_attention_backward, optional, refusal)
+
+
+# ---- launches
+
+
+def test_every_field(world: World) -> None:
+    dq, dk, dv, captured = call(optional(), deterministic=True)
+    *results, bias, scratch = world.framework.allocated
+    assert results == [dq, dk, dv] and captured == {"bias": bias}
+    assert [(x.shape, x.dtype) for x in results] == [(shape, "bfloat16") for shape in (Q, K, V)]
+    assert (bias.shape, bias.dtype, bias.strides) == ((HQ, 7), "float32", None)
+    launch = only(world)
+    assert launch.stream == 0x51 and launch.scratch == scratch.ptr and launch.captured == [bias.ptr]
+    assert scratch.shape == (256,)
+    inputs = {"q": 0x1000, "k": 0x2000, "v": 0x3000, "out": 0xB000, "dout": 0xA000}
+    gradients = {"lse": 0xD004, "dlse": 0xE004, "dq": dq.ptr, "dk": dk.ptr, "dv": dv.ptr}
+    assert launch.addresses == BackwardAddresses(**inputs, **gradients)
+    assert launch.lists == [0x4000, 0x5000, 0x6000, 0x7000]
+    header = launch.call.mods.header
+    found = forward.EXPECTED._asdict()
+    of_forward = {name: x for name, x in found.items() if name in BackwardCall._fields}
+    lists = steps(1, 1, COLUMNS, ROWS)[:3]
+    mods = BackwardMods(
+        header=header,
+        has_score_mod=True,
+        score_mod_bytes=48,
+        mask_mod_bytes=8,
+        lists=BlockLists((steps(1, 1, COLUMNS),) * 2, (lists,) * 2, (ROWS, ROWS), 1, 1, 128, 128),
+        captured=(CapturedGradient(HQ * 7, "float32"),),
+        sites=1,
+        scattered=False,
+    )
+    assert launch.call == BackwardCall(
+        **of_forward | {"lse_strides": by_token(*ROWS_SHAPE), "softmax_scale": 0.25, "mods": mods},
+        dout_strides=by_token(*OUT),
+        dlse_strides=by_token(*ROWS_SHAPE),
+        dq_strides=by_token(*Q),
+        dk_strides=by_token(*K),
+        dv_strides=by_token(*V),
+        deterministic=True,
+        needs=ALL,
+    )
+    assert "q_idx >= kv_idx" in header[1] and GRAD in header[1]
+    assert launch.score_mod[-8:] == bytes(8)  # where gradients are is not known yet
+
+
+def test_nothing_optional(world: World) -> None:
+    dq, dk, dv, captured = call(plain())
+    launch = only(world)
+    assert captured == {} and launch.captured == []
+    assert launch.lists == [0, 0, 0, 0] and launch.addresses.dlse == 0
+    assert launch.call.mods.lists is None and launch.call.dlse_strides == (0, 0, 0)
+    assert not launch.call.mods.has_score_mod and not launch.call.deterministic
+    assert launch.call.softmax_scale == E**-0.5
+    assert launch.call.mods.sites == 0 and not launch.call.mods.scattered
+    assert "kIsThere = false" in launch.call.mods.header[1]
+
+
+def test_positional(world: World) -> None:
+    given = optional()
+    names = ("grad_out", "query", "key", "value", "out", "lse", "score_mod", "block_mask", "scale")
+    rawmla.flex_attention_backward(*[given[name] for name in names], True, grad_lse=given["grad_lse"])
+    call(given)
+    first, second = world.flex_backward
+    assert first.call == second.call and first.addresses[:7] == second.addresses[:7]
+
+
+def test_determinism_of_the_framework(world: World) -> None:
+    world.framework.determinism = lambda: True
+    call(plain())
+    call(plain(), deterministic=False)
+    assert [launch.call.deterministic for launch in world.flex_backward] == [True, False]
+
+
+@pytest.mark.parametrize("name", ("query", "key", "value", "grad_out", "out"))
+def test_copied(world: World, name: str) -> None:
+    """Arrays that kernels cannot walk are; lse is read in any strides."""
+    arguments = plain()
+    change(name, ptr=arguments[name].ptr + 2)(arguments)
+    change("lse", strides=(3, 7, 11))(arguments)
+    call(arguments)
+    launch = only(world)
+    field = {"query": "q", "key": "k", "value": "v", "grad_out": "dout", "out": "out"}[name]
+    assert getattr(launch.addresses, field) == COPY + 0x1000
+    assert world.framework.copied == [arguments[name]]
+    assert launch.call.lse_strides == (3, 11, 7)
+
+
+def test_layouts_of_gradients(world: World) -> None:
+    """Shapes of the inputs, in the order of their strides; dense for a broadcast array."""
+    order = (L * HQ * E, E, HQ * E, 1)
+    key, value = (FakeArray((1, *shape[1:]), "bfloat16", ptr=0x2000) for shape in (K, V))
+    dq, dk, dv, _ = call(plain(), query=plain()["query"].but(strides=order), key=key, value=value)
+    launched = world.flex_backward[-1].call
+    assert dq.strides == order and launched.dq_strides == (L * HQ * E, HQ * E, E)
+    assert (dk.shape, dv.shape, launched.k_batches) == ((1, *K[1:]), (1, *V[1:]), 1)
+    _, dk, *_ = call(plain(), key=plain()["key"].but(strides=(0, S * E, E, 1)))
+    assert dk.shape == K and dk.strides[0] > 0
+
+
+@pytest.mark.parametrize("name", ("query", "key"))
+def test_nothing_to_attend(world: World, name: str) -> None:
+    """Gradients are zeros, also of what the function reads, which may be empty."""
+    others = ("grad_out", "out", "lse") if name == "query" else ("value",)
+    arguments = plain()
+    for one in (name, *others):
+        batch, heads, _, *columns = arguments[one].shape
+        change(one, shape=(batch, heads, 0, *columns))(arguments)
+    *results, captured = call(arguments, score_mod=score_mod(shape=(HQ, 0)))
+    assert not world.flex_backward
+    assert world.framework.filled == [(x, 0.0) for x in (*results, captured["bias"])]
+
+
+# ---- captured arrays
+
+
+def test_captured_gradients(world: World) -> None:
+    """In the arrays' dtypes; other numbers and arrays need no other kernel."""
+    for dtype in ("float32", "float64", "bfloat16"):
+        *_, captured = call(plain(), score_mod=score_mod(dtype=dtype))
+        assert captured["bias"].dtype == dtype
+    call(plain(), score_mod=score_mod(ptr=0x99000, dtype="bfloat16"))
+    assert len({launch.call.mods.header for launch in world.flex_backward}) == 3
+    assert prepared(world.flex_backward) == [0, 1, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("indices", "scattered"),
+    (("h, q_idx", False), ("b, h", False), ("h, kv_idx", False), ("h, q_idx - kv_idx", True)),
+)
+def test_where_scores_are_added_one_by_one(world: World, indices: str, scattered: bool) -> None:
+    call(plain(), score_mod=score_mod(indices))
+    assert only(world).call.mods.scattered == scattered
+
+
+def test_cuda_text_whose_tensors_require_grad(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are read without, since a tensor that requires grad is refused while grad is on."""
+    torch = pytest.importorskip("torch")
+    from rawmla.flex import mods
+
+    read: list[Any] = []
+
+    def inspect(x: Any, name: str) -> SimpleNamespace:
+        read.append(x)
+        return SimpleNamespace(dtype="float32", shape=tuple(x.shape))
+
+    monkeypatch.setattr(mods, "inspect", inspect)
+    bias = torch.randn(300, requires_grad=True)
+    gradients = {"bias": ("q_idx", "grad")}
+    mod = rawmla.CudaMod("score + bias(q_idx)", {"bias": bias}, grad="grad", capture_grads=gradients)
+    assert mod.mod(backward=True).captures[0].array is bias
+    assert mod.mod().captures[0].array is bias
+    assert [x.requires_grad for x in read] == [False, False]
+    assert read[0].data_ptr() == bias.data_ptr()
+
+
+# ---- lists by columns
+
+
+class TestKnownLists:
+    """Lists that passed the checks of a call before, as those by rows in test_flex_lists."""
+
+    NAMES = [f"block_mask.{name}" for name in Q_LISTS]
+
+    def reads(self, world: World, mask: Any) -> list[str]:
+        """The lists that a call reads."""
+        world.reads.clear()
+        call(plain(), block_mask=mask)
+        return [name for name in world.reads if name.startswith("block_mask")]
+
+    def test_are_not_read_again(self, world: World) -> None:
+        mask = mask_of()
+        assert [self.reads(world, mask) for _ in range(2)] == [self.NAMES, []]
+        first, second = world.flex_backward
+        assert first.lists == second.lists == [0x4000, 0x5000, 0x6000, 0x7000]
+        mask.q_indices = mask.q_indices.but(ptr=0xE000)
+        assert self.reads(world, mask) == self.NAMES and world.flex_backward[-1].lists[1] == 0xE000
+
+    def test_lists_that_are_also_those_by_rows(self, world: World) -> None:
+        mask = mask_of(full=False)
+        lines = max(ROWS, COLUMNS)
+        mask.kv_num_blocks = mask.q_num_blocks = mask.q_num_blocks.but(shape=(1, 1, lines))
+        mask.kv_indices = mask.q_indices.but(shape=(1, 1, lines, COLUMNS), ptr=0xE000)
+        mask.q_indices = mask.q_indices.but(shape=(1, 1, lines, ROWS))
+        for _ in range(2):
+            forward.call(forward.plain(), block_mask=mask)
+            read = self.reads(world, mask)
+            assert world.flex[-1].more[1:3] == (0x4000, 0xE000)
+            assert world.flex_backward[-1].lists[:2] == [0x4000, 0x5000]
+        assert not read
+
+    def test_full_lists_by_rows_that_come_later(self, world: World) -> None:
+        mask = mask_of(full=False)
+        self.reads(world, mask)
+        mask.full_kv_num_blocks, mask.full_kv_indices = mask.kv_num_blocks, mask.kv_indices
+        with pytest.raises(ValueError, match="^block_mask: expected full_q_num_blocks"):
+            call(plain(), block_mask=mask)
+
+
+def test_other_integers_are_converted(world: World) -> None:
+    mask = mask_of()
+    mask.q_indices = mask.q_indices.but(dtype="int64")
+    call(plain(), block_mask=mask)
+    assert only(world).lists == [0x4000, COPY + 0x1000, 0x6000, 0x7000]
+
+
+@pytest.mark.parametrize("size", (64, 96, 32))
+@pytest.mark.parametrize("leading", ((1, 1), (B, 4)), ids=str)
+def test_other_blocks(world: World, size: int, leading: tuple[int, int]) -> None:
+    """Blocks that kernels cannot walk: lists of blocks of 128 are made of the lists by columns."""
+    rows, columns = -(-L // size), -(-S // size)
+    call(plain(), block_mask=mask_of(*leading, size=size))
+    launch = only(world)
+    clear = check_recut(world, launch, launch.lists, leading, (S, L), (size, size))
+    assert not any(address % 128 for address in (clear.address, *launch.lists))
+    assert launch.call.mods.lists == of_128(leading, COLUMNS, ROWS)
+    # The mask function finds the states of a column of blocks one after the other.
+    words = [int.from_bytes(launch.mask_mod[i : i + 8], "little") for i in range(0, 40, 8)]
+    assert words == [clear.address, leading[1] * rows * columns, rows * columns, 1, rows]
+
+
+@pytest.mark.parametrize("size", ((64, 128), (192, 256), (128, 2**20), (2**20, 128)), ids=str)
+def test_blocks_that_are_walked(world: World, size: tuple[int, int]) -> None:
+    arguments = plain() | {"block_mask": mask_of()}
+    set_mask("BLOCK_SIZE", size)(arguments)
+    for counts, lists in (Q_LISTS[:2], Q_LISTS[2:]):
+        change_list(counts, shape=(1, 1, 8))(arguments)
+        change_list(lists, shape=(1, 1, 8, 8))(arguments)
+    call(arguments)
+    assert not world.enqueued
+    lists = only(world).call.mods.lists
+    assert (lists.block_q, lists.block_k) == (min(size[0], 384), min(size[1], 512))
+
+
+# ---- warm-up
+
+
+@pytest.mark.parametrize("size", (128, 32))
+def test_warmup_call(world: World, size: int) -> None:
+    """It loads what the call loads, and allocates and launches nothing."""
+    arguments = optional() | {"block_mask": mask_of(size=size)}
+    rawmla.warmup_call(rawmla.flex_attention_backward, **arguments)
+    (launch,) = world.flex_backward
+    assert launch.stream == NO_LAUNCH and not world.framework.allocated and not world.framework.copied
+    assert {x.stream for x in world.enqueued} <= {NO_LAUNCH}
+    loaded = list(world.loaded)
+    call(arguments)
+    assert world.flex_backward[1].call == launch.call and world.loaded == loaded * 2
+
+
+def test_warmup_of_a_forward_with_its_backward(world: World) -> None:
+    arguments = {name: optional()[name] for name in ("query", "key", "value", "score_mod", "block_mask")}
+    for more in ({}, {"return_lse": True}, {"return_aux": rawmla.AuxRequest(lse=True)}):
+        rawmla.warmup_call(rawmla.flex_attention, **arguments, **more, enable_gqa=True, backward=True)
+    assert [x.stream for x in (*world.flex, *world.flex_backward)] == [NO_LAUNCH] * 6
+    call(plain(), score_mod=score_mod(), block_mask=mask_of())
+    assert world.flex_backward[-1].call == world.flex_backward[0].call

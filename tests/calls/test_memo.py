@@ -1,0 +1,81 @@
+"""What is remembered of calls: a known kind is not checked again, and no call is taken for another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from calls.fakes import Arguments, FakeArray, World
+from calls.suite import (
+    all_arguments,
+    all_numbers,
+    arrays_of,
+    change_last,
+    each_operation,
+    facts,
+    flat,
+    known_kinds,
+    run,
+    stand_in,
+    tensors_of,
+)
+from operations import Operation
+from operations.memory import strided
+from rawmla.call import memo
+
+MOVED = 1 << 50  # past every address of the host
+
+
+def moved(value: Any) -> Any:
+    """An argument of the same kind at another address."""
+    if isinstance(value, list):
+        return list(map(moved, value))
+    return value.but(ptr=value.ptr + MOVED) if isinstance(value, FakeArray) else value
+
+
+@each_operation
+def test_layers_share_what_is_known(world: World, operation: Operation) -> None:
+    """A call with arrays at other addresses is launched with these, and nothing new is remembered."""
+    given = all_arguments(operation)
+    run(operation, given)
+    kinds = known_kinds()
+    world.begin_again()
+    run(operation, {name: moved(value) for name, value in given.items()})
+    assert known_kinds() == kinds
+    launched = all_numbers(world)
+    for name, value in arrays_of(given).items():
+        for x in flat(value):
+            assert x.ptr + MOVED in launched and x.ptr not in launched, name
+
+
+def others(operation: Operation) -> Iterator[tuple[str, Arguments]]:
+    """Calls that differ in what a launch depends on."""
+    given = all_arguments(operation)
+    for case in operation.cases[1:]:
+        yield case.id, all_arguments(operation, case)
+    for name, kinds in operation.strides.items():
+        (*_, tensor) = flat(tensors_of(operation).arguments[name])
+        for kind in kinds:
+            other = stand_in(strided(tensor, kind)[0])
+            yield f"{name} {kind}", {**given, name: change_last(given[name], lambda x, other=other: other)}
+
+
+@each_operation
+def test_what_differs_is_not_mistaken(
+    world: World, operation: Operation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call launches the same before and after another one. Few calls are remembered."""
+    monkeypatch.setattr(memo, "MAX_ENTRIES", 2)
+
+    def launched(arguments: Arguments) -> list[Arguments]:
+        world.begin_again()
+        run(operation, arguments)
+        assert max(map(len, memo._shared)) <= 2
+        return facts(world)
+
+    first = launched(all_arguments(operation))
+    for text, arguments in others(operation):
+        assert launched(arguments) != first, text
+        assert launched(all_arguments(operation)) == first, text

@@ -1,0 +1,382 @@
+"""Sparse prefill: what it alone refuses, and what its launches get."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import rawmla
+from calls.fakes import (
+    COPY,
+    H_Q,
+    NUM_BLOCKS,
+    PAGE,
+    S_KV,
+    SM_COUNT,
+    TOPK,
+    Arguments,
+    FakeArray,
+    World,
+    change,
+    prefill_arguments,
+    put,
+    q_pair,
+)
+from calls.fakes import PREFILL_S_Q as S_Q
+from calls.refusals import Refusal, check_all_refused
+from rawmla.kernels import mla_metadata as metadata
+from rawmla.kernels import mla_sparse_prefill as sparse_prefill
+from rawmla.kernels.mla_sparse import NO_CACHE, Cache
+
+prefill = rawmla.flash_mla_sparse_fwd
+OUT_SHAPE = (S_Q, H_Q, 512)
+PLAN_BYTES = 32 * SM_COUNT + 32  # 132 parts; 6 sums, in whole units of 16 bytes
+SPLIT_BYTES = 2 * SM_COUNT * H_Q * (512 * 2 + 4 * 4)
+LENGTHS = FakeArray((S_Q,), ptr=0x9000)
+
+
+def full(layout: str = "bf16 576") -> Arguments:
+    """A call with all that is optional."""
+    return prefill_arguments(layout, optional=True)
+
+
+def out_array(**changes: Any) -> FakeArray:
+    """A result to be written."""
+    return FakeArray(OUT_SHAPE, "bfloat16", ptr=0x7000).but(**changes)
+
+
+# ---- what is refused
+
+
+ROWS: list[Refusal] = [
+    ("indices", TypeError, "int32 ... got int64", {"dtype": "int64"}),
+    ("topk_length", TypeError, "int32 ... got int64", {"dtype": "int64"}),
+    ("attn_sink", TypeError, "float32 ... got bfloat16", {"dtype": "bfloat16"}),
+    ("q", ValueError, "576 or 512", {"shape": (S_Q, H_Q, 128)}),
+    ("q", ValueError, "at least 1 head", {"shape": (S_Q, 0, 576)}),
+    ("kv", TypeError, "bfloat16 with is_fp8_kvcache=False", {"dtype": "float16"}),
+    ("kv", TypeError, "is_fp8_kvcache=False", {"dtype": "uint8"}),
+    ("kv", ValueError, "[s_kv, 1, 576]", {"shape": (S_KV, 2, 576)}),
+    ("kv", ValueError, "[s_kv, 1, 576]", {"shape": (S_KV, 1, 512)}),
+    ("kv", ValueError, "at least 1 token", {"shape": (0, 1, 576)}),
+    ("kv", ValueError, "16-byte aligned", {"ptr": 0x2008}),
+    ("kv", ValueError, "multiple of 8", {"strides": (580, 580, 1)}),
+    ("kv", ValueError, "not negative", {"strides": (-576, 576, 1)}),
+    *[
+        ("indices", ValueError, "[5, 1, topk]", {"shape": shape})
+        for shape in ((S_Q + 1, 1, TOPK), (S_Q, 2, TOPK), (S_Q, 1, 0))
+    ],
+    ("indices", ValueError, "no negative stride", {"strides": (-TOPK, TOPK, 1)}),
+    ("topk_length", ValueError, "[5]", {"shape": (4,)}),
+    ("attn_sink", ValueError, "[16]", {"shape": (15,)}),
+    ("d_v", ValueError, "512", 576),
+    ("log_base", ValueError, "'2' or 'e'", "10"),
+    ("log_base", TypeError, "str", 2),
+    ("out", ValueError, "multiples of 8", out_array(strides=(8224, 514, 1))),
+    ("out", ValueError, "overlap", out_array(strides=(4096, 256, 1))),
+    ("out", ValueError, "16-byte aligned", out_array(ptr=0x7008)),
+]
+
+
+def test_calls_that_are_refused(world: World) -> None:
+    check_all_refused(world, prefill, full, ROWS)
+
+
+@pytest.mark.parametrize(("layout", "columns"), (("v32", 656), ("model1", 584)))
+def test_caches_that_are_refused(world: World, layout: str, columns: int) -> None:
+    rows: list[Refusal] = [
+        ("kv", TypeError, "is_fp8_kvcache=True", {"dtype": "bfloat16"}),
+        ("kv", ValueError, f"[num_blocks, page_block_size, 1, {columns}]", {"shape": (9, 1, columns)}),
+        ("kv", ValueError, f"1, {columns}]", {"shape": (9, 64, 1, 576)}),
+        ("kv", ValueError, "at least 1 block", {"shape": (0, 64, 1, columns)}),
+        ("kv", ValueError, "multiples of 8 bytes", {"ptr": 0x2004}),
+    ]
+    check_all_refused(world, prefill, lambda: full(layout), rows)
+
+
+# ---- what launches get
+
+
+CACHE = {
+    "bf16 576": Cache(1, S_KV, 1152, 1152, TOPK, TOPK, TOPK),
+    "bf16 512": Cache(1, S_KV, 1024, 1024, TOPK, TOPK, TOPK),
+    "v32": Cache(PAGE, NUM_BLOCKS, PAGE * 656, 656, TOPK, TOPK, TOPK),
+    "model1": Cache(PAGE, NUM_BLOCKS, PAGE * 584, 576, TOPK, TOPK, TOPK),
+}
+
+
+@pytest.mark.parametrize("layout", CACHE)
+def test_every_field(world: World, layout: str) -> None:
+    arguments = full(layout)
+    out, max_logits, lse = prefill(**arguments)
+    allocated = world.framework.allocated
+    assert [(x.shape, x.dtype) for x in allocated] == [
+        (OUT_SHAPE, "bfloat16"),
+        ((S_Q, H_Q), "float32"),
+        ((S_Q, H_Q), "float32"),
+        ((PLAN_BYTES + SPLIT_BYTES,), "uint8"),
+    ]
+    assert [out, max_logits, lse] == allocated[:3]
+    scratch = allocated[3].ptr
+    (plan,) = world.plans
+    assert plan.pop("capturing")() is False
+    assert plan == {
+        "device": 0,
+        "stream": 0x51,
+        "tokens": metadata.TokenCounts(0x9000, 0, TOPK, 0),
+        "b": S_Q,
+        "num_parts": SM_COUNT,
+        "sched_meta": scratch,
+        "num_splits": scratch + 32 * SM_COUNT,
+        "splits_length": S_Q + 1,
+        "object_layout": True,
+        "batch_invariant": False,
+    }
+    (args,) = world.sparse
+    got = dict(vars(args))
+    assert got.pop("capturing")() is False
+    d_qk = arguments["q"].shape[2]
+    assert got == {
+        "device": 0,
+        "stream": 0x51,
+        "format": layout.split()[0],
+        "d_qk": d_qk,
+        "load_bytes": 16,
+        "b": S_Q,
+        "s_q": 1,
+        "h_q": H_Q,
+        "cache": CACHE[layout],
+        "extra": NO_CACHE,
+        "q": 0x1000,
+        "q_rope": 0x1000 + 2 * (d_qk - 64),
+        "q_strides": (H_Q * d_qk, 0, d_qk),
+        "q_rope_strides": (H_Q * d_qk, 0, d_qk),
+        "k_cache": 0x2000,
+        "extra_k_cache": 0,
+        "indices": 0x8000,
+        "extra_indices": 0,
+        "topk_length": 0x9000,
+        "extra_topk_length": 0,
+        "attn_sink": 0xA000,
+        "sched_meta": scratch,
+        "num_parts": SM_COUNT,
+        "num_splits": scratch + 32 * SM_COUNT,
+        "object_layout": True,
+        "batch_invariant": False,
+        "out": out.ptr,
+        "out_strides": (H_Q * 512, 0, 512),
+        "max_logits": max_logits.ptr,
+        "lse": lse.ptr,
+        "scratch": scratch + PLAN_BYTES,
+        "scratch_bytes": SPLIT_BYTES,
+        "softmax_scale": 0.25,
+        "lse_factor": 1.0,
+        "uniform": metadata.NOT_UNIFORM,
+        "group_tokens": 1,
+        "limited": True,
+        "selected": 0,
+    }
+    assert not world.framework.copied
+
+
+@pytest.mark.parametrize("layout", CACHE)
+def test_nothing_optional(world: World, layout: str) -> None:
+    """The plan of uniform lengths is known without a launch."""
+    prefill(**prefill_arguments(layout))
+    (args,) = world.sparse
+    assert (args.cache, args.attn_sink) == (CACHE[layout], 0)
+    assert (args.topk_length, args.extra_topk_length) == (0, 0)
+    assert args.uniform == metadata.uniform_plan(S_Q, -(-TOPK // 64), SM_COUNT)
+    assert not world.plans
+
+
+def test_positional(world: World) -> None:
+    """FlashMLA's order: sm_scale, d_v, attn_sink, topk_length."""
+    given = full()
+    first = [given[name] for name in ("q", "kv", "indices", "sm_scale")]
+    prefill(*first, 512, given["attn_sink"], given["topk_length"])
+    (args,) = world.sparse
+    assert (args.softmax_scale, args.attn_sink) == (0.25, 0xA000)
+    assert (args.topk_length, args.extra_topk_length) == (0x9000, 0)
+
+
+def test_base_of_the_logarithms(world: World) -> None:
+    for base in ("2", "e", "2"):
+        prefill(**prefill_arguments(), log_base=base)
+    assert [args.lse_factor for args in world.sparse] == [1.0, math.log(2), 1.0]
+
+
+def test_scalars_of_numpy(world: World) -> None:
+    options = {"d_v": np.int64(512), "is_fp8_kvcache": np.True_, "sm_scale": np.float32(0.5)}
+    prefill(**prefill_arguments("v32") | options)
+    (args,) = world.sparse
+    assert args.softmax_scale == 0.5 and type(args.softmax_scale) is float and args.format == "v32"
+
+
+@pytest.mark.parametrize(
+    ("layout", "apply", "field", "value"),
+    (
+        ("bf16 576", change("kv", strides=(640, 3, 1)), "cache", {"block_stride": 1280}),
+        ("bf16 576", change("kv", strides=(8, 3, 1)), "cache", {"block_stride": 16}),  # rows may overlap
+        ("bf16 576", change("kv", strides=(0, 3, 1)), "cache", {"block_stride": 0}),
+        ("bf16 576", change("kv", shape=(1, 1, 576), strides=(-7, 3, 1)), "cache", {"num_blocks": 1}),
+        ("bf16 576", change("indices", strides=(5000, 9, 1)), "cache", {"index_stride_b": 5000}),
+        ("bf16 576", change("indices", strides=(0, 9, 1)), "cache", {"index_stride_b": 0}),
+        ("bf16 576", change("q", strides=(584, 584 * S_Q, 1)), "q_strides", (584, 0, 584 * S_Q)),
+        ("v32", change("kv", ptr=0x2008), "load_bytes", 8),
+        ("v32", change("kv", strides=(PAGE * 656 + 8, 656, 656, 1)), "load_bytes", 8),
+    ),
+)
+def test_strides(
+    world: World, layout: str, apply: Callable[[Arguments], None], field: str, value: Any
+) -> None:
+    arguments = prefill_arguments(layout)
+    apply(arguments)
+    prefill(**arguments)
+    got = getattr(world.sparse[0], field)
+    if isinstance(value, dict):
+        got = {name: getattr(got, name) for name in value}
+    assert got == value and not world.framework.copied
+
+
+@pytest.mark.parametrize(
+    "changes",
+    ({"ptr": 0x1002}, {"strides": (H_Q * 580, 580, 1)}, {"strides": (0, 576, 1)}),
+    ids=("address", "odd", "expanded"),
+)
+def test_q_that_is_copied(world: World, changes: Arguments) -> None:
+    arguments = prefill_arguments()
+    change("q", **changes)(arguments)
+    prefill(**arguments)
+    (args,) = world.sparse
+    assert world.framework.copied == [arguments["q"]]
+    assert (args.q, args.q_rope) == (COPY, COPY + 2 * 512)
+    assert args.q_strides == args.q_rope_strides == (H_Q * 576, 0, 576)
+
+
+@pytest.mark.parametrize(
+    ("h_q", "parts"), ((1, 132), (63, 132), (64, 132), (65, 66), (128, 66), (130, 44), (9000, 1))
+)
+def test_heads_and_parts(world: World, h_q: int, parts: int) -> None:
+    arguments = prefill_arguments() | {"topk_length": LENGTHS}
+    change("q", shape=(S_Q, h_q, 576))(arguments)
+    prefill(**arguments)
+    (args,), (plan,) = world.sparse, world.plans
+    assert (args.h_q, args.num_parts, plan["num_parts"]) == (h_q, parts, parts)
+    assert bool(args.scratch_bytes) == (parts > 1)
+
+
+@pytest.mark.parametrize("limited", (False, True))
+def test_one_block_is_never_split(world: World, limited: bool) -> None:
+    """Without lengths there is no scratch at all."""
+    arguments = prefill_arguments() | {"topk_length": LENGTHS if limited else None}
+    change("indices", shape=(S_Q, 1, 64))(arguments)
+    results = prefill(**arguments)
+    assert world.sparse[0].scratch_bytes == 0 and bool(world.plans) == limited
+    scratch = [x.shape for x in world.framework.allocated[len(results) :]]
+    assert scratch == ([(PLAN_BYTES,)] if limited else [])
+
+
+@pytest.mark.parametrize("strides", ((40 * 512, 512, 1), (512, S_Q * 512, 1)), ids=("heads", "swapped"))
+def test_out(world: World, strides: tuple[int, ...]) -> None:
+    given = out_array(strides=strides)
+    out, max_logits, lse = prefill(**prefill_arguments(), out=given)
+    (args,) = world.sparse
+    assert out is given and (args.out, args.out_strides) == (0x7000, (strides[0], 0, strides[1]))
+    assert [x.shape for x in world.framework.allocated[:2]] == [(S_Q, H_Q)] * 2
+    assert [max_logits, lse] == world.framework.allocated[:2]
+
+
+@pytest.mark.parametrize(
+    ("s_q", "sizes"),
+    (
+        (1, [1]),
+        (16384, [16384]),
+        (16385, [8193, 8192]),
+        (70_000, [14_000] * 5),
+        (1_000_001, [16130] * 61 + [16071]),
+    ),
+)
+def test_more_tokens_than_a_plan_takes(world: World, s_q: int, sizes: list[int]) -> None:
+    assert sum(sizes) == s_q and max(sizes) <= metadata.MAX_BATCH
+    arguments = full()
+    change("q", shape=(s_q, H_Q, 576), strides=(10_000, 576, 1))(arguments)
+    change("indices", shape=(s_q, 1, TOPK), strides=(300, 9, 1))(arguments)
+    change("topk_length", shape=(s_q,))(arguments)
+    given = out_array(shape=(s_q, H_Q, 512), strides=(30_000, 512, 1))
+    _, max_logits, lse = prefill(**arguments, out=given)
+    assert [args.b for args in world.sparse] == [plan["b"] for plan in world.plans] == sizes
+    first = 0
+    for args, plan in zip(world.sparse, world.plans, strict=True):
+        assert args.q == 0x1000 + 2 * 10_000 * first
+        assert (args.indices, args.extra_indices) == (0x8000 + 4 * 300 * first, 0)
+        assert (args.topk_length, args.extra_topk_length) == (0x9000 + 4 * first, 0)
+        assert plan["tokens"].lengths == args.topk_length
+        assert args.out == 0x7000 + 2 * 30_000 * first
+        assert args.max_logits == max_logits.ptr + 4 * H_Q * first
+        assert args.lse == lse.ptr + 4 * H_Q * first
+        assert (args.k_cache, args.extra_k_cache, args.attn_sink) == (0x2000, 0, 0xA000)
+        first += args.b
+
+
+def test_chunks_share_their_scratch(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sparse_prefill, "_UNITED_TOKENS", 1 << 30)
+    arguments = prefill_arguments() | {"topk_length": FakeArray((40_000,), ptr=0x9000)}
+    change("q", shape=(40_000, H_Q, 576))(arguments)
+    change("indices", shape=(40_000, 1, TOPK))(arguments)
+    prefill(**arguments)
+    scratch = world.framework.allocated[-1]
+    splits = scratch.ptr + 32 * SM_COUNT
+    split_scratch = -(-(splits + 4 * (13_334 + 1)) // 16) * 16
+    assert scratch.shape == (split_scratch + SPLIT_BYTES - scratch.ptr,)
+    for args, plan in zip(world.sparse, world.plans, strict=True):
+        assert (args.sched_meta, args.num_splits, args.scratch) == (scratch.ptr, splits, split_scratch)
+        assert (plan["sched_meta"], plan["num_splits"]) == (scratch.ptr, splits)
+        assert plan["splits_length"] == plan["b"] + 1
+
+
+@pytest.mark.parametrize(
+    ("apply", "field"),
+    [
+        (lambda arguments: arguments.update(full("v32")), "format"),
+        (put("q", q_pair((S_Q, H_Q, 576))), "q_rope"),
+        (change("kv", shape=(S_KV + 1, 1, 576)), "cache"),
+        (put("topk_length", None), "topk_length"),
+        (put("attn_sink", None), "attn_sink"),
+        (put("sm_scale", 0.125), "softmax_scale"),
+        (put("log_base", "e"), "lse_factor"),
+        (put("enable_batch_invariant", True), "batch_invariant"),
+        (put("out", out_array(strides=(10**5, 1024, 1))), "out_strides"),
+    ],
+)
+def test_what_differs_is_not_mistaken(world: World, apply: Callable[[Arguments], None], field: str) -> None:
+    arguments = full()
+    apply(arguments)
+    for given in (full(), arguments, full()):
+        prefill(**given)
+    first, second, third = (getattr(args, field) for args in world.sparse)
+    assert first == third != second
+
+
+@pytest.mark.parametrize("limited", (False, True), ids=("all", "topk_length"))
+@pytest.mark.parametrize(("layout", "h_q"), (("bf16 576", 8), ("bf16 512", 64), ("v32", 16), ("model1", 128)))
+@pytest.mark.parametrize("s_q", (1, 131, 16_385))
+def test_batch_invariant(world: World, layout: str, h_q: int, s_q: int, limited: bool) -> None:
+    """A token's bits depend on nothing else: nothing is shared, copied or split."""
+    arguments = prefill_arguments(layout)
+    change("q", shape=(s_q, h_q, arguments["q"].shape[2]))(arguments)
+    change("indices", shape=(s_q, 1, TOPK))(arguments)
+    if limited:
+        arguments["topk_length"] = FakeArray((s_q,), ptr=0x9000)
+    prefill(**arguments, enable_batch_invariant=True)
+    assert not world.plans and {args.format for args in world.sparse} == {layout.split()[0]}
+    assert sum(args.b for args in world.sparse) == s_q
+    for args in world.sparse:
+        assert args.batch_invariant and args.group_tokens == 1 and args.k_cache == 0x2000
+        assert args.uniform.length and not args.uniform.cuts and args.scratch_bytes == 0
+        tokens_per_part = args.uniform.length // args.uniform.pitch
+        assert tokens_per_part * args.num_parts >= args.b

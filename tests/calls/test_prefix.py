@@ -1,0 +1,624 @@
+"""Prefix prefill: the rules of its caches, scales and options, and what accepted calls launch."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import rawmla
+from calls import test_dense as dense
+from calls.fakes import Arguments, FakeArray, World, both, change, contiguous, put
+from calls.refusals import Refusal, check_refused, each, shapes
+from calls.test_dense import COPY, UNWALKED, prepared
+from rawmla import jit
+from rawmla.kernels.mha_forward import NO_BOUND, MhaForwardAddresses, MhaForwardCall
+from rawmla.kernels.paged_cache import PagedCache
+
+B, TOKENS, H_Q, H_KV, D, BLOCKS, PAGE, X, COLUMNS = 3, 40, 8, 2, 128, 50, 16, 8, 7
+Q, KV = (TOKENS, H_Q, D), (TOKENS, H_KV, D)
+K_CACHE, V_CACHE = (BLOCKS, H_KV, D // X, PAGE, X), (BLOCKS, H_KV, D, PAGE)
+HEAD = D * PAGE  # elements of a block and head
+CACHES = ("k_cache", "v_cache")
+SCALES = ("k_scale", "v_scale", "fp8_out_scale")
+
+
+def plain() -> Arguments:
+    """A call that is accepted."""
+    return {
+        "q": FakeArray(Q, "bfloat16", ptr=0x1000),
+        "k": FakeArray(KV, "bfloat16", ptr=0x2000),
+        "v": FakeArray(KV, "bfloat16", ptr=0x3000),
+        "o": FakeArray(Q, "bfloat16", ptr=0x4000),
+        "kv_cache_dtype": "auto",
+        "k_cache": FakeArray(K_CACHE, "bfloat16", ptr=0x5000),
+        "v_cache": FakeArray(V_CACHE, "bfloat16", ptr=0x6000),
+        "b_loc": FakeArray((B, COLUMNS), ptr=0x7000),
+        "b_start_loc": FakeArray((B + 1,), ptr=0x7100),
+        "b_seq_len": FakeArray((B,), ptr=0x7200),
+        "max_seq_len": None,
+        "max_input_len": 20,
+        "k_scale": 1.0,
+        "v_scale": 1.0,
+    }
+
+
+def fp8() -> Arguments:
+    """The same with an FP8 cache, FP8 results and all arrays that are optional."""
+    return plain() | {
+        "kv_cache_dtype": "fp8",
+        "o": FakeArray(Q, "uint8", ptr=0x4000),
+        "k_cache": FakeArray(K_CACHE, "uint8", ptr=0x5000),
+        "v_cache": FakeArray(V_CACHE, "uint8", ptr=0x6000),
+        "k_scale": FakeArray((), "float32", ptr=0x8000),
+        "v_scale": FakeArray((1,), "float32", ptr=0x8100),
+        "fp8_out_scale": FakeArray((1,), "float32", ptr=0x8200),
+        "alibi_slopes": FakeArray((H_Q,), "float32", ptr=0x8300),
+        "sinks": FakeArray((H_Q,), "bfloat16", ptr=0x8400),
+    }
+
+
+def call(arguments: Arguments, **more: Any) -> Any:
+    return rawmla.context_attention_fwd(**{**arguments, **more})
+
+
+EXPECTED = dense.EXPECTED._replace(
+    d_v=D,
+    max_seqlen_k=20,
+    total_k=TOKENS,
+    v_strides=(0, 256, 128),
+    out_strides=(0, 1024, 128),
+    window_right=0,
+    out_is_aligned=True,
+    cache=PagedCache(
+        dtype="same",
+        num_blocks=BLOCKS,
+        block_size=PAGE,
+        x=X,
+        v_pack=0,
+        k_strides=(2 * HEAD, HEAD),
+        v_strides=(2 * HEAD, HEAD),
+        table_stride=COLUMNS,
+        table_columns=COLUMNS,
+        table_bytes=4,
+        table_has_pointers=False,
+        own_in_cache=False,
+        skip_decode=False,
+        k_scale=None,
+        v_scale=None,
+        out_fp8=False,
+        out_scale=None,
+    ),
+    mods=None,
+)
+
+
+def changed(call: MhaForwardCall, cache: Arguments, **more: Any) -> MhaForwardCall:
+    """Replace members of a call; ``cache``: members of its `PagedCache`."""
+    assert call.cache is not None
+    return call._replace(cache=call.cache._replace(**cache), **more)
+
+
+FP8 = changed(EXPECTED, {"dtype": "e4m3", "out_fp8": True}, has_alibi=True, sink_dtype="bfloat16")
+IN_CACHE: Arguments = {"total_k": 0, "k_strides": (0, 0, 0), "v_strides": (0, 0, 0)}
+OF_ARRAYS = {"q": 0x1000, "k": 0x2000, "v": 0x3000, "out": 0x4000, "k_cache": 0x5000, "v_cache": 0x6000}
+OF_LENGTHS = {"block_table": 0x7000, "cu_seqlens_q": 0x7100, "seqused_k": 0x7200}
+OF_FP8 = {"k_scale": 0x8000, "v_scale": 0x8100, "out_scale": 0x8200}
+OF_FP8 |= {"alibi_slopes": 0x8300, "attn_sink": 0x8400}
+PLAIN_ADDRESSES = MhaForwardAddresses(**OF_ARRAYS, **OF_LENGTHS, lse=0)
+ADDRESSES = PLAIN_ADDRESSES._replace(**OF_FP8)
+
+# ---- refusals
+
+DTYPE_NAME = "kv_cache_dtype"
+REFUSALS: list[Refusal] = [
+    ("q", TypeError, "float32 is not supported yet", change("q", dtype="float32")),
+    ("q", ValueError, "1 to 256 ... 264", shapes(q=(TOKENS, H_Q, 264))),
+    ("q", ValueError, "1 to 256 ... got 0", shapes(q=(TOKENS, H_Q, 0))),
+    ("q", ValueError, "less than 2**30", shapes(q=(2**30, H_Q, D))),
+    ("q", ValueError, "h_q 7 ... h_kv 2", shapes(q=(TOKENS, 7, D))),
+    ("q", ValueError, "h_q 0 ... h_kv 2", shapes(q=(TOKENS, 0, D))),
+    ("v", ValueError, "as k is one ... None", put("v", None)),
+    ("k", ValueError, "as v is one ... None", put("k", None)),
+    ("k", ValueError, "[40, 2, 128] ... [39,", shapes(k=(39, H_KV, D))),
+    ("k", ValueError, "[40, 2, 128] ... [40, 8,", shapes(k=Q)),
+    ("v", ValueError, "[40, 2, 128] ... 64]", shapes(v=(TOKENS, H_KV, 64))),
+    ("o", TypeError, "float8_e4m3fn or uint8 or int8 ... float16", change("o", dtype="float16")),
+    ("o", TypeError, "float8_e4m3fn ... e5m2", change("o", dtype="float8_e5m2")),
+    ("o", TypeError, "fp8_out_scale ... bfloat16", change("o", dtype="bfloat16")),
+    ("o", TypeError, "bfloat16, the dtype of q ... uint8", put("fp8_out_scale", None)),
+    ("o", ValueError, "overlap", change("o", strides=(512, 128, 1))),
+    ("o", ValueError, "positive", change("o", strides=(0, 128, 1))),
+    ("o", ValueError, "positive", change("o", strides=(-1024, 128, 1))),
+    (DTYPE_NAME, TypeError, "str ... None", put(DTYPE_NAME, None)),
+    (DTYPE_NAME, TypeError, "str ... list", put(DTYPE_NAME, ["fp8"])),
+    (DTYPE_NAME, ValueError, "auto ... fp8_e5m2 ... 'fp4'", put(DTYPE_NAME, "fp4")),
+    *[
+        (DTYPE_NAME, ValueError, f"k_cache of uint8 ... {name}", put(DTYPE_NAME, name))
+        for name in ("auto", "float16", "bfloat16")
+    ],
+    (
+        DTYPE_NAME,
+        ValueError,
+        "v_cache of float8_e5m2 ... 'auto'",
+        both(
+            put(DTYPE_NAME, "auto"),
+            change("k_cache", dtype="bfloat16"),
+            change("v_cache", dtype="float8_e5m2"),
+        ),
+    ),
+    (
+        "k_cache",
+        TypeError,
+        "bfloat16, the dtype of q ... 'auto' ... float16",
+        both(put(DTYPE_NAME, "auto"), change("k_cache", dtype="float16")),
+    ),
+    *[
+        (name, TypeError, f"float8_e4m3fn or uint8 ... 'fp8' ... {dtype}", change(name, dtype=dtype))
+        for name in CACHES
+        for dtype in ("bfloat16", "float8_e5m2")
+    ],
+    (
+        "k_cache",
+        TypeError,
+        "float8_e5m2 or uint8 ... float8_e4m3fn",
+        both(put(DTYPE_NAME, "fp8_e5m2"), change("k_cache", dtype="float8_e4m3fn")),
+    ),
+    ("k_cache", ValueError, "128 / x ... [50, 2, 128, 16]", shapes(k_cache=V_CACHE)),
+    ("k_cache", ValueError, "128 / x", shapes(k_cache=(BLOCKS, H_KV, 15, PAGE, 8))),
+    ("k_cache", ValueError, "128 / x", shapes(k_cache=(BLOCKS, H_KV, 8, PAGE, 8))),
+    ("k_cache", ValueError, "h_kv", shapes(k_cache=(BLOCKS, 0, *K_CACHE[2:]))),
+    ("k_cache", ValueError, "block_size", shapes(k_cache=(BLOCKS, H_KV, 16, 0, X))),
+    ("v_cache", ValueError, "[50, 2, 128, 16] ... [49", shapes(v_cache=(49, *V_CACHE[1:]))),
+    ("v_cache", ValueError, "[50, 2, 128, 16]", shapes(v_cache=K_CACHE)),
+    *[(name, ValueError, "16-byte aligned ... 0x5008", change(name, ptr=0x5008)) for name in CACHES],
+    *[
+        (name, ValueError, text, change(name, strides=(*steps, *contiguous(shape)[2:])))
+        for name, shape in zip(CACHES, (K_CACHE, V_CACHE), strict=True)
+        for text, steps in (
+            ("multiples of 16 (16 bytes)", (2 * HEAD + 8, HEAD)),
+            ("multiples of 16 (16 bytes)", (4 * HEAD, HEAD + 1)),
+            ("not negative", (-2 * HEAD, HEAD)),
+            ("multiples", (2**40, HEAD)),
+        )
+    ],
+    *[
+        ("k_cache", ValueError, "contiguous [d / x, block_size, x]", change("k_cache", strides=strides))
+        for strides in ((4 * HEAD, 2 * HEAD, 2 * PAGE * X, 2 * X, 1), (2 * HEAD, HEAD, X, D, 1))
+    ],
+    (
+        "v_cache",
+        ValueError,
+        "contiguous [d, block_size] within ... address 0x6000 ... [4096, 2048, 1, 128]",
+        change("v_cache", strides=(2 * HEAD, HEAD, 1, D)),
+    ),
+    ("b_loc", TypeError, "int32 or int64 ... int16", change("b_loc", dtype="int16")),
+    ("b_loc", ValueError, "[3, max_blocks] ... [4, 7]", shapes(b_loc=(4, 7))),
+    ("b_loc", ValueError, "contiguous last ... [14, 2]", change("b_loc", strides=(14, 2))),
+    ("b_loc", TypeError, "int64 ... int32", put("is_block_table_ptr", True)),
+    (
+        "k_cache",
+        ValueError,
+        "positive stride of blocks with is_block_table_ptr",
+        both(
+            put("is_block_table_ptr", True),
+            change("b_loc", dtype="int64"),
+            change("k_cache", strides=(0, HEAD, PAGE * X, X, 1)),
+        ),
+    ),
+    ("b_seq_len", ValueError, "[b] ... [3, 1]", shapes(b_seq_len=(B, 1))),
+    *[
+        (name, ValueError, "-1", put(name, -1))
+        for name in ("max_seq_len", "max_input_len", "interleaved_v_pack_factor")
+    ],
+    ("max_seq_len", TypeError, "4.0", put("max_seq_len", 4.0)),
+    (
+        "interleaved_v_pack_factor",
+        ValueError,
+        "divisor of the block_size 16 ... got 3",
+        put("interleaved_v_pack_factor", 3),
+    ),
+    ("sliding_window", TypeError, "int ... 4.0", put("sliding_window", 4.0)),
+    ("sliding_window", TypeError, "int ... tuple", put("sliding_window", (4, 0))),
+    *[
+        (name, ValueError, f"finite ... {float(value)}", put(name, value))
+        for name in ("sm_scale", *SCALES)
+        for value in (0, -1.0, math.nan, math.inf)
+    ],
+    *[(name, TypeError, "float32 ... got None", put(name, None)) for name in SCALES[:2]],
+    *[(name, TypeError, "float32 ... '1'", put(name, "1")) for name in SCALES],
+    *[(name, TypeError, "float32 ... True", put(name, True)) for name in SCALES],
+    *[(name, TypeError, "float32 ... float64", change(name, dtype="float64")) for name in SCALES],
+    *[(name, ValueError, "[] or [1] ... [2]", shapes(**{name: (2,)})) for name in SCALES],
+    *[(name, ValueError, "[] or [1] ... [1, 1]", shapes(**{name: (1, 1)})) for name in SCALES],
+    ("alibi_slopes", ValueError, "None with causal=False", put("causal", False)),
+    ("alibi_slopes", ValueError, "[8]", shapes(alibi_slopes=(B, H_Q))),
+]
+
+
+@each(REFUSALS)
+def test_refused(world: World, refusal: Refusal) -> None:
+    check_refused(world, rawmla.context_attention_fwd, fp8, refusal)
+
+
+OF_16_BITS: list[Refusal] = [
+    ("v_cache", ValueError, "multiples of 8", change("v_cache", strides=(2 * HEAD + 4, HEAD, PAGE, 1))),
+    ("o", ValueError, "address that is a multiple of 2 bytes", change("o", ptr=0x4001)),
+]
+
+
+@each(OF_16_BITS)
+def test_refused_with_arrays_of_16_bits(world: World, refusal: Refusal) -> None:
+    check_refused(world, rawmla.context_attention_fwd, plain, refusal)
+
+
+def test_unknown_keywords(world: World) -> None:
+    for name in ("softcap", "logits_soft_cap", "out", "window_size"):
+        with pytest.raises(TypeError, match=name):
+            call(plain(), **{name: None})
+    assert world.untouched
+
+
+# ---- launches
+
+
+def test_plain(world: World) -> None:
+    arguments = plain()
+    assert call(arguments) is arguments["o"]
+    (launch,) = world.prefix
+    assert launch.call == EXPECTED and launch.addresses == PLAIN_ADDRESSES
+    assert (launch.stream, launch.scratch) == (0x51, 0)
+    assert launch.prepared.capturing() is False
+    made = world.framework
+    assert not (made.allocated or made.copied or made.filled)
+
+
+def test_every_field(world: World) -> None:
+    arguments = fp8() | {DTYPE_NAME: "fp8_e5m2", "max_seq_len": 10**12, "sm_scale": 0.25, "sliding_window": 5}
+    change("b_loc", dtype="int64", strides=(100, 1))(arguments)
+    call(arguments, skip_decode=True, is_block_table_ptr=True, interleaved_v_pack_factor=8)
+    (launch,) = world.prefix
+    table = {"table_stride": 100, "table_bytes": 8, "table_has_pointers": True}
+    cache = {"dtype": "e5m2", "skip_decode": True, "v_pack": 8, **table}
+    assert launch.call == changed(FP8, cache, softmax_scale=0.25, window_left=4)
+    assert launch.addresses == ADDRESSES
+
+
+def test_positional(world: World) -> None:
+    """vLLM's order, as the reference has it."""
+    made = fp8()
+    optional = (made["alibi_slopes"], 9, 0.5, True, made["fp8_out_scale"], made["sinks"], False, 4, True)
+    rawmla.context_attention_fwd(*[*made.values()][:14], *optional)
+    cache = {"skip_decode": True, "v_pack": 4}
+    assert world.prefix[0].call == changed(FP8, cache, softmax_scale=0.5, window_left=8)
+    assert world.prefix[0].addresses == ADDRESSES
+    ours, reference = rawmla.context_attention_fwd, rawmla.reference.context_attention_fwd
+    assert inspect.signature(ours) == inspect.signature(reference)
+
+
+def test_scratch(world: World) -> None:
+    """Some calls need it."""
+    call(plain(), causal=False)
+    (scratch,) = world.framework.allocated
+    assert (scratch.shape, scratch.dtype) == ((48,), "uint8")
+    assert (world.prefix[0].call.window_right, world.prefix[0].scratch) == (NO_BOUND, scratch.ptr)
+    rawmla.warmup_call(rawmla.context_attention_fwd, **plain(), causal=False)
+    assert world.prefix[1].stream == jit.NO_LAUNCH and world.framework.allocated == [scratch]
+
+
+def test_own_tokens_from_the_cache(world: World) -> None:
+    call(plain(), k=None, v=None)
+    (launch,) = world.prefix
+    assert launch.call == changed(EXPECTED, {"own_in_cache": True}, **IN_CACHE)
+    assert launch.addresses == PLAIN_ADDRESSES._replace(k=0, v=0)
+
+
+@pytest.mark.parametrize(
+    ("sliding_window", "window"),
+    (
+        (None, NO_BOUND),
+        (0, NO_BOUND),
+        (-(2**40), NO_BOUND),
+        (1, 0),
+        (np.int64(3), 2),
+        (2**30, 2**30 - 1),
+        (2**40, NO_BOUND),
+    ),
+)
+def test_windows(world: World, sliding_window: Any, window: int) -> None:
+    for causal, right in ((True, 0), (False, NO_BOUND)):
+        call(plain(), sliding_window=sliding_window, causal=causal)
+        launched = world.prefix[-1].call
+        assert launched == EXPECTED._replace(window_left=window, window_right=right)
+        assert type(launched.window_left) is int
+
+
+@pytest.mark.parametrize("name", ("auto", "float16", "bfloat16"))
+def test_caches_of_numbers(world: World, name: str) -> None:
+    """They are of q's dtype, whatever name of 16 bits is given; scales are not looked at."""
+    for dtype in ("float16", "bfloat16"):
+        arguments = plain() | {DTYPE_NAME: name, "k_scale": None, "v_scale": "nothing"}
+        for array in ("q", "k", "v", "o", *CACHES):
+            change(array, dtype=dtype)(arguments)
+        call(arguments)
+        assert world.prefix[-1].call == EXPECTED._replace(dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "dtypes"),
+    (
+        ("fp8", "e4m3", ("float8_e4m3fn", "uint8")),
+        ("fp8_e4m3", "e4m3", ("int8", "float8_e4m3fn")),
+        ("fp8_e5m2", "e5m2", ("float8_e5m2", "int8")),
+    ),
+)
+def test_caches_of_fp8(world: World, name: str, kind: str, dtypes: tuple[str, str]) -> None:
+    arguments = fp8() | {DTYPE_NAME: name}
+    change("k_cache", dtype=dtypes[0])(arguments)
+    change("v_cache", dtype=dtypes[1])(arguments)
+    call(arguments)
+    assert world.prefix[0].call == changed(FP8, {"dtype": kind})
+
+
+def test_scales(world: World) -> None:
+    """Numbers travel in the call, arrays as addresses."""
+    call(fp8() | {"k_scale": 0.5, "v_scale": np.float32(2), "fp8_out_scale": 3})
+    (launch,) = world.prefix
+    assert launch.call == changed(FP8, {"k_scale": 0.5, "v_scale": 2.0, "out_scale": 3.0})
+    assert launch.addresses == ADDRESSES._replace(k_scale=0, v_scale=0, out_scale=0)
+    assert type(launch.call.cache.v_scale) is type(launch.call.cache.out_scale) is float
+
+
+def test_fp8_results_of_a_plain_cache(world: World) -> None:
+    for dtype in ("float8_e4m3fn", "uint8", "int8"):
+        call(plain() | {"fp8_out_scale": 0.5, "o": FakeArray(Q, dtype)})
+        assert world.prefix[-1].call == changed(EXPECTED, {"out_fp8": True, "out_scale": 0.5})
+
+
+@pytest.mark.parametrize(
+    ("block_size", "pack", "v_pack"), ((16, 1, 1), (16, 8, 8), (16, 16, 0), (1, 1, 0), (544, 32, 32))
+)
+def test_interleaved_v(world: World, block_size: int, pack: int, v_pack: int) -> None:
+    """A factor of block_size is the same memory as no factor."""
+    arguments = plain()
+    caches = {"k_cache": (BLOCKS, H_KV, D // X, block_size, X), "v_cache": (BLOCKS, H_KV, D, block_size)}
+    shapes(**caches)(arguments)
+    call(arguments, interleaved_v_pack_factor=pack)
+    strides = (2 * D * block_size, D * block_size)
+    cache = {"block_size": block_size, "v_pack": v_pack, "k_strides": strides, "v_strides": strides}
+    assert world.prefix[0].call == changed(EXPECTED, cache)
+
+
+def test_numpy_scalars(world: World) -> None:
+    lengths = {"max_input_len": np.int32(20), "max_seq_len": np.int64(0)}
+    flags = {"causal": np.True_, "skip_decode": np.False_, "interleaved_v_pack_factor": np.int64(0)}
+    call(plain() | lengths | flags, sm_scale=np.float32(0.5))
+    made = world.prefix[0].call
+    assert made == EXPECTED._replace(softmax_scale=0.5)
+    assert type(made.max_seqlen_q) is int and type(made.cache.skip_decode) is bool
+
+
+def test_lengths_beyond_the_arrays(world: World) -> None:
+    call(plain(), max_input_len=10**12, max_seq_len=10**15)
+    assert world.prefix[0].call == EXPECTED._replace(max_seqlen_q=TOKENS, max_seqlen_k=TOKENS)
+
+
+# ---- layouts
+
+
+@pytest.mark.parametrize("name", ("q", "k", "v"))
+def test_strides(world: World, name: str) -> None:
+    """A slice of a packed projection, heads outermost, a broadcast, and rows far apart."""
+    for strides in ((3072, 128, 1), (128, 40 * 128, 1), (0, 128, 1), (2**33, 136, 1)):
+        call(plain() | {name: plain()[name].but(strides=strides)})
+        assert world.prefix[-1].call == EXPECTED._replace(**{f"{name}_strides": (0, *strides[:-1])})
+    assert not world.framework.copied
+
+
+@pytest.mark.parametrize("name", ("q", "k", "v"))
+def test_copied(world: World, name: str) -> None:
+    for count, changes in enumerate(UNWALKED, 1):
+        arguments = plain()
+        change(name, **changes)(arguments)
+        call(arguments)
+        assert world.framework.copied[-1] is arguments[name] and len(world.framework.copied) == count
+        launch = world.prefix[-1]
+        assert launch.call == EXPECTED
+        assert launch.addresses == PLAIN_ADDRESSES._replace(**{name: COPY + 0x1000 * count})
+
+
+@pytest.mark.parametrize("own", (True, False))
+def test_head_dimension_that_fills_no_16_bytes(world: World, own: bool) -> None:
+    """With x below 8: q, k and v are copied; rows of o are padded by the caller."""
+    arguments = plain()
+    shapes(q=(TOKENS, H_Q, 20), k=(TOKENS, H_KV, 20), v=(TOKENS, H_KV, 20))(arguments)
+    shapes(k_cache=(BLOCKS, H_KV, 5, PAGE, 4), v_cache=(BLOCKS, H_KV, 20, PAGE))(arguments)
+    change("o", shape=(TOKENS, H_Q, 20), strides=(H_Q * 24, 24, 1))(arguments)
+    if not own:
+        arguments |= {"k": None, "v": None}
+    call(arguments)
+    (launch,) = world.prefix
+    cache = {"x": 4, "k_strides": (40 * PAGE, 20 * PAGE), "v_strides": (40 * PAGE, 20 * PAGE)}
+    of_q, of_kv = (0, H_Q * 24, 24), (0, H_KV * 24, 24)
+    strides = {"q_strides": of_q, "k_strides": of_kv, "v_strides": of_kv, "out_strides": of_q}
+    expected = changed(EXPECTED, cache, d_qk=20, d_v=20, softmax_scale=20**-0.5, **strides)
+    if own:
+        assert launch.call == expected
+        assert world.framework.copied == [arguments["q"], arguments["k"], arguments["v"]]
+        assert launch.addresses[:3] == (COPY + 0x1000, COPY + 0x2000, COPY + 0x3000)
+    else:
+        assert launch.call == changed(expected, {"own_in_cache": True}, **IN_CACHE)
+        assert world.framework.copied == [arguments["q"]]
+        assert launch.addresses[:3] == (COPY + 0x1000, 0, 0)
+
+
+@pytest.mark.parametrize("d", (24, 112, 256))
+def test_head_dimensions(world: World, d: int) -> None:
+    for x in (1, 2, 8):
+        arguments = plain()
+        shapes(q=(*Q[:2], d), k=(*KV[:2], d), v=(*KV[:2], d), o=(*Q[:2], d))(arguments)
+        shapes(k_cache=(BLOCKS, H_KV, d // x, PAGE, x), v_cache=(BLOCKS, H_KV, d, PAGE))(arguments)
+        call(arguments)
+        launched = world.prefix[-1].call
+        assert (launched.d_qk, launched.d_v, launched.softmax_scale, launched.cache.x) == (d, d, d**-0.5, x)
+    assert not world.framework.copied
+
+
+@pytest.mark.parametrize("make", (plain, fp8))
+@pytest.mark.parametrize(
+    ("changes", "is_aligned"),
+    (
+        ({"strides": (128, 40 * 128, 1)}, True),
+        ({"strides": (8192, 144, 1)}, True),
+        ({"ptr": 0x4002}, False),
+        ({"strides": (1025, 128, 1)}, False),
+        ({"strides": (1060, 132, 1)}, False),
+    ),
+    ids=str,
+)
+def test_layouts_of_o(
+    world: World, make: Callable[[], Arguments], changes: Arguments, is_aligned: bool
+) -> None:
+    """Without alignment it is written all the same, not by TMA."""
+    arguments = make()
+    change("o", **changes)(arguments)
+    assert call(arguments) is arguments["o"]
+    launched = world.prefix[0].call
+    assert launched.out_strides == (0, *changes.get("strides", (1024, 128, 1))[:-1])
+    assert launched.out_is_aligned == is_aligned and not world.framework.copied
+
+
+@pytest.mark.parametrize(
+    ("of_k", "of_v"),
+    (
+        ((2**35, HEAD + 8), (HEAD, BLOCKS * HEAD)),  # K and V in one array, far apart; heads outermost
+        ((HEAD, 0), (0, 0)),  # broadcast, as other inputs may be
+    ),
+)
+def test_strides_of_caches(world: World, of_k: tuple[int, ...], of_v: tuple[int, ...]) -> None:
+    arguments = plain()
+    change("k_cache", strides=(*of_k, PAGE * X, X, 1))(arguments)
+    change("v_cache", strides=(*of_v, PAGE, 1))(arguments)
+    call(arguments)
+    assert world.prefix[0].call == changed(EXPECTED, {"k_strides": of_k, "v_strides": of_v})
+
+
+@pytest.mark.parametrize("block_size", (1, 3, 1056))
+@pytest.mark.parametrize("dtype", ("bfloat16", "uint8"))
+def test_dimensions_of_one_element(world: World, block_size: int, dtype: str) -> None:
+    """Are never stepped over, so any stride is legal; kernels get multiples of 16 bytes."""
+    arguments = plain() | {DTYPE_NAME: "auto" if dtype == "bfloat16" else "fp8"}
+    for name in ("q", "k", "v", "o"):
+        change(name, shape=(1, 1, 24), strides=(3, -5, 1))(arguments)
+    k, v = (1, 1, 6, block_size, 4), (1, 1, 24, block_size)
+    change("k_cache", shape=k, strides=(-7, 13, *contiguous(k)[2:]), dtype=dtype)(arguments)
+    change("v_cache", shape=v, strides=(17, 0, *contiguous(v)[2:]), dtype=dtype)(arguments)
+    change("b_loc", shape=(1, 1), strides=(9, 5))(arguments)
+    change("b_seq_len", shape=(1,), strides=(5,))(arguments)
+    call(arguments, b_start_loc=FakeArray((2,)))
+    launched = world.prefix[0].call
+    assert not world.framework.copied and (launched.cache.block_size, launched.cache.x) == (block_size, 4)
+    assert all(s % 8 == 0 for s in (*launched.q_strides, *launched.k_strides, *launched.out_strides))
+    steps = (*launched.cache.k_strides, *launched.cache.v_strides)
+    assert all(s > 0 and s % (16 if dtype == "uint8" else 8) == 0 for s in steps)
+
+
+def test_inner_dimensions_of_one_element(world: World) -> None:
+    arguments = plain()
+    change("k_cache", shape=(BLOCKS, H_KV, 1, 1, D), strides=(2 * D, D, 77, 55, 1))(arguments)
+    change("v_cache", shape=(BLOCKS, H_KV, D, 1), strides=(2 * D, D, 1, 33))(arguments)
+    call(arguments)
+    made = world.prefix[0].call.cache
+    assert made.k_strides == made.v_strides == (2 * D, D)
+
+
+def test_rows_of_the_table(world: World) -> None:
+    for stride in (0, 7, 8, 2**33):
+        call(plain(), b_loc=FakeArray((B, COLUMNS), "int64", (stride, 1), ptr=0x7000))
+        assert world.prefix[-1].call == changed(EXPECTED, {"table_stride": stride, "table_bytes": 8})
+
+
+# ---- nothing to do
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    (
+        shapes(q=(0, *Q[1:]), o=(0, *Q[1:]), k=(0, *KV[1:]), v=(0, *KV[1:])),
+        put("max_input_len", 0),
+        shapes(b_seq_len=(0,), b_start_loc=(1,), b_loc=(0, COLUMNS)),
+        both(put("skip_decode", True), put("max_input_len", 1)),
+    ),
+    ids=("no tokens", "no length", "no requests", "decoding alone"),
+)
+def test_nothing_is_launched(world: World, spoil: Callable[[Arguments], None]) -> None:
+    arguments = plain()
+    change("q", ptr=0x1008)(arguments)
+    spoil(arguments)
+    assert call(arguments) is arguments["o"]
+    assert world.untouched
+    with pytest.raises(TypeError, match="^o: expected dtype bfloat16"):  # checked nevertheless
+        call(arguments | {"o": arguments["o"].but(dtype="uint8")})
+
+
+def test_a_cache_without_blocks(world: World) -> None:
+    """Requests may have no older token."""
+    arguments = plain()
+    shapes(k_cache=(0, *K_CACHE[1:]), v_cache=(0, *V_CACHE[1:]), b_loc=(B, 0))(arguments)
+    call({name: x.but(ptr=0) if name in (*CACHES, "b_loc") else x for name, x in arguments.items()})
+    launched = world.prefix[0].call.cache
+    assert (launched.num_blocks, launched.table_columns) == (0, 0)
+
+
+# ---- the memo
+
+
+@pytest.mark.parametrize(
+    "more",
+    (
+        {"sm_scale": 0.5},
+        {"causal": False},
+        {"sliding_window": 3},
+        {"skip_decode": True},
+        {"max_input_len": 19},
+        {"interleaved_v_pack_factor": 8},
+        {"k": None, "v": None},
+        {"sinks": FakeArray((H_Q,), "float32")},
+        {"alibi_slopes": FakeArray((H_Q,), "float32")},
+        {"o": FakeArray(Q, "bfloat16", (2048, 256, 1))},
+        {"o": FakeArray(Q, "uint8"), "fp8_out_scale": 0.5},
+        {"b_loc": FakeArray((B, COLUMNS), "int64")},
+        {"b_loc": FakeArray((B, COLUMNS), "int64"), "is_block_table_ptr": True},
+    ),
+    ids=lambda more: " ".join(more),
+)
+def test_other_options(world: World, more: Arguments) -> None:
+    for arguments in (plain(), plain() | more, plain()):
+        call(arguments)
+    assert prepared(world.prefix) == [0, 1, 0]
+    assert world.prefix[1].call != world.prefix[0].call == world.prefix[2].call == EXPECTED
+
+
+@pytest.mark.parametrize("name", SCALES)
+def test_other_scales(world: World, name: str) -> None:
+    for scale in (0.5, 0.25, FakeArray((), "float32"), 0.5):
+        call(fp8() | {name: scale})
+    assert prepared(world.prefix) == [0, 1, 2, 0]
+    member = name.removeprefix("fp8_")
+    assert [getattr(launch.call.cache, member) for launch in world.prefix] == [0.5, 0.25, None, 0.5]
+
+
+def test_another_name_of_the_same_bytes(world: World) -> None:
+    for name in ("fp8_e4m3", "fp8_e5m2", "fp8"):
+        call(fp8() | {DTYPE_NAME: name})
+    assert [launch.call.cache.dtype for launch in world.prefix] == ["e4m3", "e5m2", "e4m3"]
+
+
+def test_upper_bound_that_changes_nothing(world: World) -> None:
+    for length in (None, 0, 5, 10**9):
+        call(plain(), max_seq_len=length)
+    assert prepared(world.prefix) == [0] * 4
