@@ -564,7 +564,7 @@ def test_what_fails_without_a_gpu(
         figures = dict.fromkeys(("registers", "spill_stores", "spill_loads"), 8)
         return types.SimpleNamespace(meta={**figures, "static_shared_bytes": 1, "dynamic_shared_bytes": 2})
 
-    monkeypatch.setitem(emulated._CHECKS, "block_mask", wrong)
+    monkeypatch.setitem(emulated.MAKE, "block_mask", wrong)
     monkeypatch.setattr(nogpu.jit, "build", build)
     chosen = [families.family_of(name) for name in ("flex-block-mask-causal-s8192", "convert-r128-k2048")]
     result = nogpu.run("no GPU", chosen)

@@ -76,7 +76,7 @@ def run_small(families: Sequence[Family]) -> list[Row]:
     """Run the small case of each family on an emulated device, while NVRTC compiles the kernels."""
     from tests.emulator import Emulator
     from tests.emulator.__main__ import case_of
-    from tests.emulator.cases import check, running_on
+    from tests.emulator.cases import check
 
     build = jit.build  # of the library itself: the emulated device has another
     progress = Progress(len(families), sys.stderr)
@@ -86,8 +86,8 @@ def run_small(families: Sequence[Family]) -> list[Row]:
             row, emulator = Row(family.title), Emulator(FOLDER)
             name, *fields = shlex.split(family.small)
             try:
-                with running_on(emulator):
-                    row.error = check(name, case_of(name, fields))()
+                with emulator.installed():
+                    row.error = check(name, case_of(name, fields))
             except Exception as problem:  # whatever went wrong, the other families are still worth their time
                 row.problem = f"{family.small}: {one_line(problem)}"
             progress.step(f"{'FAILED' if row.problem else 'ran'} {family.title}: {family.small}")

@@ -274,6 +274,7 @@ MHA_VARLEN = replace(
         MhaCase(**SMALL, d_qk=64, d_v=64, k_used=(3, 5, 0, 200)),
         MhaCase(**SMALL, d_qk=59, d_v=111),
     ),
+    kernels=("mha_forward",),
     race_cases=(MhaCase(**SMALL, h_q=8, h_kv=2, causal=True),),
     rerun_cases=(
         MhaCase(

@@ -23,7 +23,7 @@ from kit.sparse import INT_MAX, block_fields
 
 from .core import Arguments, Call, Operation, put, replaced
 from .mla_decode import QUERY_STRIDES
-from .mla_sparse import CLUSTER_KERNELS, rounds_keys
+from .mla_sparse import AROUND_DECODING, CLUSTER_KERNELS, rounds_keys
 
 # ---- calls
 
@@ -104,14 +104,18 @@ PREFILL_SMALL_CASES = {
     ),
     "model1": (
         SparseCase(b=2, h_q=63, s_k=300, topk=133, sink=True, **MODEL1),
-        SparseCase(b=30, h_q=33, s_k=50, topk=40, block_gap=1, **MODEL1),
+        SparseCase(b=30, h_q=33, s_k=50, topk=40, block_gap=1, **{**MODEL1, "page_block_size": 7}),
     ),
 }
 PREFILL_CLUSTER_SMALL_CASES = {
-    "v32": (SparseCase(b=3, h_q=80, s_k=200, topk=150, sink=True, **V32),),
+    "v32": (SparseCase(b=3, h_q=80, s_k=200, topk=150, lengths=(0, 150, 60), sink=True, **V32),),
     "model1": (SparseCase(b=3, h_q=128, s_k=200, topk=150, lengths=(0, 150, 60), **MODEL1),),
 }
-PREFILL_KERNELS = {"bf16": (), "v32": ("mla_cache_gather", "mla_sparse_fp8"), "model1": ("mla_cache_gather",)}
+PREFILL_KERNELS = {
+    "bf16": ("mla_combine", "mla_metadata", "mla_sparse_bf16"),
+    "v32": ("mla_combine", "mla_sparse_fp8", "mla_sparse_fp8_few_heads"),
+    "model1": ("mla_cache_gather", "mla_combine", "mla_sparse_bf16", "mla_sparse_fp8"),
+}
 # Few tokens over many rows: a cache whose rows are selected often is copied to bf16 rows first.
 PREFILL_CLUSTER_SHAPES: tuple[Arguments, ...] = (
     {"b": 9, "h_q": 128, "s_k": 300, "topk": 133, "lengths": "random", "sink": True},
@@ -189,7 +193,7 @@ def prefill_operation(layout: str, *, clusters: bool = False) -> Operation:
         arrays=("q", "kv", "indices", "attn_sink", "topk_length"),
         floats=lambda case: ("q", "attn_sink", *(("kv",) if layout == "bf16" else ())),
         small_cases=small,
-        kernels=CLUSTER_KERNELS if clusters else PREFILL_KERNELS[layout],
+        kernels=(*AROUND_DECODING, *CLUSTER_KERNELS) if clusters else PREFILL_KERNELS[layout],
         rerun_cases=reruns,
         graph_cases=tuple(replace(case, lengths="random") for case in reruns),
         strides={

@@ -249,7 +249,7 @@ SPARSE_SMALL_CASES = {
 }
 SPARSE_KERNELS = {
     "v32": ("mla_sparse_fp8", "mla_sparse_fp8_few_heads"),
-    "model1": ("mla_sparse_fp8", "mla_sparse_fp8_few_heads"),
+    "model1": ("mla_sparse_fp8",),
     "bf16": ("mla_sparse_bf16",),
 }
 AROUND_DECODING = ("mla_combine", "mla_metadata")

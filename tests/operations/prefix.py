@@ -283,6 +283,7 @@ PREFIX = prefix_operation(
         PrefixCase(**FEW, d=256, h_q=2, h_kv=2),
         PrefixCase(**FEW, d=24, h_q=2, h_kv=2, dtype="float16"),
         PrefixCase(**TILES),
+        PrefixCase((3,), (2100,), h_q=1, h_kv=1),  # keys are split
     ),
     (
         PrefixCase(**LONG),
@@ -310,6 +311,7 @@ PREFIX_GATHERED = prefix_operation(
         PrefixCase(**FEW, d=256, h_q=2, h_kv=2, x=16),
         PrefixCase(**FEW, d=17, x=1, h_q=2, h_kv=2, padded=True),
         PrefixCase(**TILES, x=16),
+        PrefixCase((3,), (2100,), h_q=1, h_kv=1, x=16),  # keys are split
     ),
     (
         PrefixCase(**LONG, x=16),
@@ -331,6 +333,7 @@ PREFIX_FP8 = prefix_operation(
         PrefixCase(**FEW, **SMALL_FP8, own_cached=True, out_scale=0.02, device_scales=True, skip_decode=True),
         PrefixCase(**FEW, **{**SMALL_FP8, "kv_cache_dtype": "fp8_e5m2"}, alibi=True, pack=8),
         PrefixCase(**TILES, **SMALL_FP8),
+        PrefixCase((3,), (2100,), h_q=1, h_kv=1, **SMALL_FP8),  # keys are split
     ),
     (
         PrefixCase(**LONG, **FP8_KIND),
