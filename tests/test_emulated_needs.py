@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from full_cases import full_unless
-from test_flex_backward_sanitizer import CASES as FLEX_CASES
-from test_mha_backward_sanitizer import CASES as MHA_CASES
 
 from kit.mha import MhaCase, make_mha_inputs
 from rawmla.flex import backward as flex_backward

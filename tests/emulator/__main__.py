@@ -53,15 +53,15 @@ def main() -> int:
     reason = missing_reason()
     if reason is not None:
         parser.error(reason)
-    from .cases import check, running_on  # torch is imported
+    from .cases import check  # torch is imported
 
     case = case_of(given.family, given.field)
     emulator = Emulator(given.folder, sm_count=given.sms)
-    with running_on(emulator):
+    with emulator.installed():
         for emulator.seed in range(given.seed, given.seed + given.seeds):
             begin, first = time.perf_counter(), len(emulator.launched)
             try:
-                error = check(given.family, case)()
+                error = check(given.family, case)
             except (AssertionError, BuildError, EmulationError) as problem:
                 print(f"seed {emulator.seed}: {type(problem).__name__}: {problem}")
                 return 1

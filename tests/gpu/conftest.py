@@ -13,7 +13,6 @@ from gpu_support import cupy, forced_clusters, poison, poisonable_allocations, t
 import rawmla
 from kit.gpu import missing_hopper_reason
 
-FORCED = {"test_prefill_sanitizer", "test_sparse_sanitizer"}
 TWICE = {"test_sparse_bits"}
 
 
@@ -24,10 +23,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(autouse=True)
 def clusters(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Whether calls are forced to the kernel for clusters: by the file, or by a parameter that says so."""
+    """Whether calls are forced to the kernel for clusters: by a parameter that says so."""
     parameters = getattr(getattr(request.node, "callspec", None), "params", {})
-    forced = request.module.__name__ in FORCED
-    forced |= any(getattr(value, "clusters", False) for value in parameters.values())
+    forced = any(getattr(value, "clusters", False) for value in parameters.values())
     with forced_clusters() if getattr(request, "param", forced) else nullcontext():
         yield
 

@@ -86,6 +86,7 @@ def write_changes(call: Call) -> Iterator[None]:
 WRITE = Operation(
     name="write_kv_cache",
     make=write_call,
+    kernels=("mla_cache_write",),
     cases=CACHE_CASES,
     arrays=("kv_c", "k_pe", "slot_mapping"),
     any_integer=("slot_mapping",),
@@ -101,6 +102,7 @@ WRITE = Operation(
         "cache of 3 dimensions": (ValueError, "kv_cache", replaced("kv_cache", lambda x: x[0])),
     },
     changes=write_changes,
+    writes=True,
 )
 
 
@@ -160,6 +162,7 @@ def gather_changes(call: Call) -> Iterator[None]:
 GATHER = Operation(
     name="gather_kv_cache",
     make=gather_call,
+    kernels=("mla_cache_gather",),
     cases=CACHE_CASES,
     arrays=("kv_cache", "block_table", "cache_seqlens", "workspace_starts", "seq_starts"),
     floats=lambda case: () if case.kind in LAYOUTS else ("kv_cache",),
@@ -181,6 +184,7 @@ GATHER = Operation(
         "one start too few": (ValueError, "seq_starts", replaced("seq_starts", lambda x: x[:-1])),
     },
     changes=gather_changes,
+    writes=True,
 )
 
 
@@ -206,6 +210,7 @@ def quantize_changes(call: Call) -> Iterator[None]:
 QUANTIZE = Operation(
     name="quantize_k_cache",
     make=quantize_call,
+    kernels=("mla_cache_write",),
     cases=QUANTIZE_CASES,
     arrays=("k_cache",),
     floats=lambda case: ("k_cache",),
@@ -247,6 +252,7 @@ def dequantize_changes(call: Call) -> Iterator[None]:
 DEQUANTIZE = Operation(
     name="dequantize_k_cache",
     make=dequantize_call,
+    kernels=("mla_cache_gather",),
     cases=QUANTIZE_CASES,
     arrays=("cache",),
     floats=lambda case: (),
@@ -298,6 +304,7 @@ def convert_changes(call: Call) -> Iterator[None]:
 CONVERT = Operation(
     name="convert_indices",
     make=convert_call,
+    kernels=("mla_convert_indices",),
     cases=CONVERT_CASES,
     arrays=("indices", "block_table", "request_ids"),
     floats=lambda case: (),

@@ -40,6 +40,7 @@ class Call:
         fresh: makes a `written` to start from.
         unpack: makes the tuple of arrays of what the function returns, if it is no array or tuple of them.
         unordered: results that are sums in any order: from call to call they may round differently.
+        want: computes what the results should be in float64; None: they are exact to the bit.
     """
 
     function: str
@@ -52,6 +53,7 @@ class Call:
     fresh: Callable[[], Any] | None = None
     unpack: Callable[[Any], tuple[Any, ...]] | None = None
     unordered: tuple[str, ...] = ()
+    want: Callable[[], tuple[Any, ...]] | None = None
 
     def run(self, form: str = "object", /, *, invariant: bool = False, **changes: Any) -> tuple[Any, ...]:
         """The results of one call; `form` is that of the plan, "object" or "tensors"."""
@@ -193,7 +195,8 @@ class Operation:
         arrays: the names of its arguments that are arrays, or lists of them.
         floats: the names of those that are of floating point in a case, and can require grad.
         small_cases: calls that reach every path of the kernels, for the emulator and compute-sanitizer.
-        kernels: labels of kernels begin so, of which the small cases run all.
+        kernels: names of those that the small cases run, all together.
+        race_cases: calls that the emulator makes in several schedules.
         rerun_cases, graph_cases, invariant_cases: for bits, graphs and batch invariance.
         repeats: how often the calls of rerun cases are made back to back.
         strides: for each argument with free strides, the kinds of `strided` it takes.
@@ -212,6 +215,9 @@ class Operation:
         grads: the arguments whose gradients a graph of autograd has; others that require grad are refused.
         ordered_like: the argument in whose order fresh results have their dimensions in memory.
         any_framework: its arrays may be those of CuPy and of DLPack; functions of Python read tensors.
+        mixed: the arguments that may be arrays of CuPy beside tensors.
+        compiled: torch.compile has the call in one graph ("whole") or between two ("in parts"); "": a test of
+            its own says what it does.
         writes: calls write an argument and allocate no result.
     """
 
@@ -222,6 +228,7 @@ class Operation:
     floats: Callable[[Any], tuple[str, ...]]
     small_cases: tuple[Any, ...] = ()
     kernels: tuple[str, ...] = ()
+    race_cases: tuple[Any, ...] = ()
     rerun_cases: tuple[Any, ...] = ()
     repeats: int = 20
     graph_cases: tuple[Any, ...] = ()
@@ -238,6 +245,8 @@ class Operation:
     plan_serves_all_lengths: bool = False
     clusters: bool = False
     any_framework: bool = True
+    mixed: tuple[str, ...] = ()
+    compiled: str = ""
     grads: tuple[str, ...] = ()
     ordered_like: str | None = None
     writes: bool = False
@@ -250,7 +259,7 @@ def is_planned(operation: Operation) -> bool:
 
 def slices(result: Any) -> Pads:
     """Room around a result in every dimension; its rows begin at multiples of 16 bytes."""
-    return (*((1, 1),) * (result.ndim - 1), (8, 8))
+    return (*((1, 1),) * (result.ndim - 1), (8, 8 + -result.shape[-1] % 8))
 
 
 def replaced(name: str, change: Callable[[Any], Any]) -> Callable[[Arguments], Arguments]:

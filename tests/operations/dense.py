@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import rawmla
-from kit.mha import MhaCase, MhaInputs, check_mha, covered_rows, make_mha_inputs
+from kit.mha import MhaCase, MhaInputs, check_mha, covered_rows, make_mha_inputs, reference
 
 from .core import Arguments, Call, Operation, assert_same_bits, put, replaced, slices
 
@@ -89,7 +89,14 @@ def assert_same_results(name: str, inputs: MhaInputs, got: tuple[Any, Any], want
 def dense_call(inputs: MhaInputs) -> Call:
     """The call of a case's inputs."""
     function, arguments = named_arguments(inputs)
-    return Call(function, arguments, ("out", "lse"), lambda got: check_mha(inputs, (got[0], got[1])), inputs)
+    return Call(
+        function,
+        arguments,
+        ("out", "lse"),
+        lambda got: check_mha(inputs, (got[0], got[1])),
+        inputs,
+        want=lambda: reference(inputs),
+    )
 
 
 def make_dense_call(case: MhaCase, device: str = "cuda") -> Call:
@@ -214,11 +221,16 @@ MHA = Operation(
         MhaCase(b=1, s_q=140, s_k=270, h_q=2, h_kv=2, d_qk=96, d_v=96, causal=True, dtype="float16"),
         MhaCase(b=1, s_q=200, s_k=300, h_q=2, h_kv=1, d_qk=64, d_v=64, softcap=15.0, alibi="heads"),
         MhaCase(b=2, s_q=70, s_k=90, h_q=2, h_kv=2, d_qk=59, d_v=111, layout="slice"),
+        MhaCase(b=1, s_q=40, s_k=2100, h_q=1, h_kv=1, causal=True, sink="float32"),  # keys are split
         # Tiles that a CTA takes one after the other, by turns, or causal ones from the counter.
         MhaCase(b=150, s_q=5, s_k=130, h_q=2, h_kv=2),
         MhaCase(b=150, s_q=5, s_k=130, h_q=2, h_kv=2, causal=True),
     ),
-    kernels=("mha_forward", "mha_combine"),
+    kernels=("mha_combine", "mha_forward"),
+    race_cases=(
+        MhaCase(b=2, s_q=150, s_k=300, h_q=2, h_kv=2, causal=True, layout="heads"),
+        MhaCase(b=1, s_q=200, s_k=300, h_q=2, h_kv=2, d_qk=64, d_v=64, causal=True),
+    ),
     rerun_cases=(
         *(
             MhaCase(b=60, s_q=s_q, s_k=s_k, h_kv=4, d_qk=64, d_v=64, causal=causal)
@@ -237,6 +249,7 @@ MHA = Operation(
     odd_last=("q", "k", "v"),
     ordered_like="q",
     grads=("q", "k", "v", "attn_sink"),
+    compiled="whole",
     out=slices,
     empty={
         "no requests": (lambda a: {x: a[x][:0] for x in ("q", "k", "v")}, {"out": 0, "lse": 0}),
@@ -262,6 +275,7 @@ MHA_VARLEN = replace(
         MhaCase(**SMALL, d_qk=59, d_v=111),
     ),
     kernels=("mha_forward",),
+    race_cases=(MhaCase(**SMALL, h_q=8, h_kv=2, causal=True),),
     rerun_cases=(
         MhaCase(
             q_lengths=(1, 400, 0, 33, 64, 130) * 10, k_lengths=(300, 401, 90, 0, 64, 17) * 10, causal=True
@@ -269,6 +283,7 @@ MHA_VARLEN = replace(
     ),
     graph_cases=(IN_PLACE, replace(IN_PLACE, causal=True, window=(-1, -1))),
     empty={"no query tokens": (lambda a: {"q": a["q"][:0]}, {"out": 0, "lse": 0})},
+    mixed=("cu_seqlens_q", "seqused_k"),
 )
 
 MHA_QKV = replace(
@@ -281,6 +296,7 @@ MHA_QKV = replace(
         MhaCase(**SMALL_SAME, packed="qkv", d_qk=192, causal=True),
         MhaCase(**SMALL_SAME, packed="qkv4"),
     ),
+    race_cases=(),
     rerun_cases=(),
     repeats=20,
     graph_cases=(),
@@ -288,6 +304,7 @@ MHA_QKV = replace(
     odd_last=("qkv",),
     ordered_like="qkv",
     grads=("qkv",),
+    mixed=(),
     empty={"no tokens": (lambda a: {"qkv": a["qkv"][:0]}, {"out": 0, "lse": 0})},
     bad=BAD,
 )

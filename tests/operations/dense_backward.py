@@ -11,7 +11,13 @@ import torch
 
 import rawmla
 from kit.mha import MhaCase, MhaInputs, in_gaps, make_mha_inputs
-from kit.mha_backward import MhaGradients, check_mha_backward, exact_results, make_mha_gradients
+from kit.mha_backward import (
+    MhaGradients,
+    check_mha_backward,
+    exact_results,
+    make_mha_gradients,
+    reference_backward,
+)
 from rawmla.api import dense_backward
 from rawmla.kernels.mha_backward_variants import Needs
 
@@ -147,6 +153,7 @@ def dense_backward_call(inputs: BackwardInputs, *, deterministic: bool) -> Call:
         lambda got: check_backward(inputs, got),
         inputs,
         unordered=() if deterministic else ("dq",),
+        want=lambda: reference_backward(inputs.inputs, inputs.gradients, inputs.results).values,
     )
 
 
@@ -237,11 +244,17 @@ MHA_BACKWARD = Operation(
             MhaCase(b=1, s_q=140, s_k=150, **SMALL_ROWS, d_qk=256, d_v=256, causal=True), "both", False
         ),
     ),
-    kernels=("mha_backward_prepare", "mha_backward[", "mha_backward_by_product", "mha_backward_finish"),
+    kernels=("mha_backward", "mha_backward_by_product", "mha_backward_finish", "mha_backward_prepare"),
+    race_cases=both_orders(
+        (MhaCase(b=2, s_q=150, s_k=300, h_q=2, h_kv=2, causal=True, layout="heads"), "out"),
+        (MhaCase(b=1, s_q=150, s_k=200, **SMALL_ROWS, d_qk=192, causal=True), "out"),
+        (MhaCase(b=1, s_q=100, s_k=150, h_q=1, h_kv=1, d_qk=256, d_v=256, window=(60, 10)), "both"),
+    ),
     rerun_cases=both_orders((replace(BATCH, b=20, s_q=257, s_k=257), "both")),
     graph_cases=both_orders((BATCH, "both")),
     strides={name: ROWS for name in ("dout", "q", "k", "v", "out")},
     odd_last=("q", "k", "v", "dout", "out", "lse", "dlse"),
+    ordered_like="q",
     out=slices,
     outputs=("dq", "dk", "dv"),
     empty={
@@ -276,8 +289,10 @@ MHA_VARLEN_BACKWARD = replace(
             MhaCase(q_lengths=(1, 0, 2) * 15, k_lengths=(3, 1, 2) * 15, d_qk=32, d_v=32), "both", False
         ),
     ),
-    kernels=("mha_backward_clear", "mha_backward[", "mha_backward_by_product"),
+    kernels=(*MHA_BACKWARD.kernels, "mha_backward_clear"),
+    race_cases=(),
     rerun_cases=both_orders((OF_192, "out"), (OF_256, "both")),
     graph_cases=(*both_orders((IN_PLACE, "both")), BackwardCase(OF_192, "out"), BackwardCase(OF_256, "both")),
     empty={},
+    mixed=("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "alibi_slopes", "lse", "dlse"),
 )

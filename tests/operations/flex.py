@@ -17,6 +17,7 @@ from kit.flex import (
     block_mask_of,
     check_flex,
     make_flex_inputs,
+    reference,
 )
 
 from .core import LISTS, Arguments, Call, Operation, assert_same_bits, put, replaced, slices
@@ -101,6 +102,7 @@ def make_flex_call(case: FlexCase, device: str = "cuda") -> Call:
         ("out", "lse"),
         lambda got: check_flex(inputs, (got[0], got[1], None)),
         inputs,
+        want=lambda: reference(inputs)[:2],
     )
 
 
@@ -115,6 +117,7 @@ def make_traced_call(case: FlexCase, device: str = "cuda") -> Call:
         lambda got: check_flex(inputs, (got[0], got[1], got[2])),
         inputs,
         unpack=lambda got: (got[0], got[1].lse, got[1].max_scores),
+        want=lambda: reference(inputs),
     )
 
 
@@ -234,7 +237,8 @@ FLEX = Operation(
     arrays=("query", "key", "value"),
     floats=lambda case: ("query", "key", "value"),
     small_cases=(*SMALL_CASES, TILES),
-    kernels=("flex_forward", "mha_forward"),
+    kernels=("block_mask_lists", "block_mask_scatter", "mha_forward"),
+    race_cases=SMALL_CASES[2:3],
     rerun_cases=(
         FlexCase(b=20, s_q=257, s_k=257, mask="causal"),
         FlexCase(b=20, s_q=257, s_k=257, mask="causal", block=(64, 64)),
@@ -250,6 +254,7 @@ FLEX = Operation(
     odd_last=("query", "key", "value"),
     ordered_like="query",
     grads=("query", "key", "value"),
+    mixed=("score_mod", "block_mask"),
     out=slices,
     empty={
         "no query tokens": (
@@ -266,7 +271,13 @@ FLEX = Operation(
 )
 
 FLEX_TRACED = replace(
-    FLEX, name="flex_traced", make=make_traced_call, rerun_cases=FLEX.rerun_cases[:1], any_framework=False
+    FLEX,
+    name="flex_traced",
+    make=make_traced_call,
+    rerun_cases=FLEX.rerun_cases[:1],
+    race_cases=(),
+    any_framework=False,
+    compiled="in parts",
 )
 
 BLOCK_MASK = Operation(
@@ -276,7 +287,7 @@ BLOCK_MASK = Operation(
     arrays=(),
     floats=lambda case: (),
     small_cases=(*(replace(case, score="") for case in SMALL_CASES if case.mask), replace(TILES, score="")),
-    kernels=("block_mask_states", "block_mask_lists"),
+    kernels=("block_mask_lists", "block_mask_states"),
     graph_cases=(replace(CHANGING, score=""),),
     bad={
         "block of 0": (ValueError, "BLOCK_SIZE", put("BLOCK_SIZE", 0)),

@@ -76,6 +76,7 @@ def merge_changes(call: Call) -> Iterator[None]:
 MERGE = Operation(
     name="merge_attn_states",
     make=merge_call,
+    kernels=("mla_merge_states",),
     cases=MERGE_CASES,
     arrays=("outs", "lses"),
     floats=lambda case: ("outs", "lses"),

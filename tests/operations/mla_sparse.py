@@ -216,6 +216,46 @@ SPARSE_INVARIANT_CASES = {
 }
 
 
+SPARSE_SMALL_CASES = {
+    "v32": (
+        SparseCase(b=1, h_q=1, s_k=1, topk=1, page_block_size=1, invalid=0.0, power_of_two_scales=True),
+        SparseCase(b=2, s_q=2, h_q=16, s_k=90, topk=70, page_block_size=2, lengths=(0, 70), index_gap=1),
+        SparseCase(b=2, h_q=66, s_k=300, topk=200, sink=True, block_gap=1, empty_rows=0.5, seed=1),
+        SparseCase(b=2, h_q=64, s_k=100, topk=33, extra_s_k=70, extra_topk=1, extra_page_block_size=64),
+    ),
+    "model1": (
+        SparseCase(b=1, h_q=128, s_k=700, topk=650, layout="model1", page_block_size=53, sharp=True),
+        SparseCase(
+            b=3,
+            s_q=2,
+            h_q=9,
+            s_k=200,
+            topk=130,
+            layout="model1",
+            page_block_size=61,
+            block_gap=1,
+            lengths=(1, 0, 300),
+            extra_s_k=100,
+            extra_topk=65,
+            extra_page_block_size=2,
+            extra_lengths=(0, 0, 64),
+            sink=True,
+        ),
+    ),
+    "bf16": (
+        SparseCase(b=2, s_q=2, h_q=16, s_k=150, topk=133, layout="bf16", d_qk=576, page_block_size=7),
+        SparseCase(b=2, h_q=63, s_k=150, topk=64, layout="bf16", d_qk=512, block_gap=1, sink=True),
+    ),
+}
+SPARSE_KERNELS = {
+    "v32": ("mla_sparse_fp8", "mla_sparse_fp8_few_heads"),
+    "model1": ("mla_sparse_fp8",),
+    "bf16": ("mla_sparse_bf16",),
+}
+AROUND_DECODING = ("mla_combine", "mla_metadata")
+CLUSTER_KERNELS = ("mla_sparse_fp8_cluster",)
+
+
 def for_clusters(cases: tuple[SparseCase, ...]) -> tuple[SparseCase, ...]:
     """The cases with two and four tiles of 64 heads: the kernel for clusters takes even numbers."""
     return tuple(replace(case, h_q=heads) for case, heads in zip(cases, cycle((128, 256)), strict=False))
@@ -237,6 +277,7 @@ def sparse_call(inputs: SparseInputs) -> Call:
         check=lambda got: sparse_check(inputs, (got[0], got[1])),
         inputs=inputs,
         plan=dict(zip(PLAN_NAMES, sparse_plan_arguments(inputs), strict=True)),
+        want=lambda: sparse_reference(inputs),
     )
 
 
@@ -320,6 +361,9 @@ def sparse_operation(layout: str, *, clusters: bool = False) -> Operation:
             "extra_topk_length",
         ),
         floats=sparse_floats,
+        small_cases=suited(SPARSE_SMALL_CASES[layout]),
+        kernels=(*AROUND_DECODING, *(CLUSTER_KERNELS if clusters else SPARSE_KERNELS[layout])),
+        race_cases=(SparseCase(b=1, h_q=128, s_k=200, topk=140, layout=layout),) if clusters else (),
         rerun_cases=suited(SPARSE_RERUN_CASES[layout]),
         graph_cases=suited(SPARSE_GRAPH_CASES[layout]),
         invariant_cases=suited(SPARSE_INVARIANT_CASES[layout]),

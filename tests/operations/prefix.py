@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import rawmla
-from kit.prefix import PrefixCase, PrefixInputs, check_prefix, make_prefix_inputs, written_rows
+from kit.prefix import PrefixCase, PrefixInputs, check_prefix, make_prefix_inputs, reference, written_rows
 
 from .core import Arguments, Call, Operation, Pads, assert_same_bits, put, replaced
 
@@ -152,6 +152,7 @@ def make_prefix_call(case: PrefixCase, device: str = "cuda") -> Call:
         inputs,
         written="o",
         fresh=nan_o,
+        want=None if case.out_scale is not None else lambda: (reference(inputs),),
     )
 
 
@@ -223,7 +224,7 @@ def prefix_operation(
     arrays: tuple[str, ...],
     small_cases: tuple[PrefixCase, ...],
     rerun_cases: tuple[PrefixCase, ...],
-    kernels: tuple[str, ...],
+    race_case: PrefixCase,
 ) -> Operation:
     """Prefix prefill over one kind of cache, whose first case has these arrays."""
     floats = tuple(x for x in arrays if x not in LISTS and (case.float8 is None or not x.endswith("_cache")))
@@ -235,7 +236,8 @@ def prefix_operation(
         arrays=arrays,
         floats=lambda case: floats,
         small_cases=small_cases,
-        kernels=kernels,
+        kernels=("mha_combine", "mha_forward"),
+        race_cases=(race_case,),
         rerun_cases=rerun_cases,
         repeats=200,
         graph_cases=(roomy, replace(roomy, table="pointers")),
@@ -256,6 +258,8 @@ def prefix_operation(
             "one length too few": (ValueError, "b_start_loc", replaced("b_seq_len", lambda x: x[:-1])),
         },
         changes=prefix_changes,
+        mixed=tuple(x for x in arrays if x in (*LISTS, "k_scale", "fp8_out_scale")),
+        compiled="whole",
         writes=True,
     )
 
@@ -279,6 +283,7 @@ PREFIX = prefix_operation(
         PrefixCase(**FEW, d=256, h_q=2, h_kv=2),
         PrefixCase(**FEW, d=24, h_q=2, h_kv=2, dtype="float16"),
         PrefixCase(**TILES),
+        PrefixCase((3,), (2100,), h_q=1, h_kv=1),  # keys are split
     ),
     (
         PrefixCase(**LONG),
@@ -289,7 +294,7 @@ PREFIX = prefix_operation(
         PrefixCase(**DECODES),
         PrefixCase(**MANY, d=256),
     ),
-    ("mha_forward",),
+    PrefixCase(**FEW),
 )
 PREFIX_GATHERED = prefix_operation(
     "prefix_gathered",
@@ -306,6 +311,7 @@ PREFIX_GATHERED = prefix_operation(
         PrefixCase(**FEW, d=256, h_q=2, h_kv=2, x=16),
         PrefixCase(**FEW, d=17, x=1, h_q=2, h_kv=2, padded=True),
         PrefixCase(**TILES, x=16),
+        PrefixCase((3,), (2100,), h_q=1, h_kv=1, x=16),  # keys are split
     ),
     (
         PrefixCase(**LONG, x=16),
@@ -314,7 +320,7 @@ PREFIX_GATHERED = prefix_operation(
         PrefixCase(**DECODES, x=16),
         PrefixCase(**MANY, d=256, x=16),
     ),
-    ("mha_forward",),
+    PrefixCase(**FEW, x=16),
 )
 PREFIX_FP8 = prefix_operation(
     "prefix_fp8",
@@ -327,10 +333,11 @@ PREFIX_FP8 = prefix_operation(
         PrefixCase(**FEW, **SMALL_FP8, own_cached=True, out_scale=0.02, device_scales=True, skip_decode=True),
         PrefixCase(**FEW, **{**SMALL_FP8, "kv_cache_dtype": "fp8_e5m2"}, alibi=True, pack=8),
         PrefixCase(**TILES, **SMALL_FP8),
+        PrefixCase((3,), (2100,), h_q=1, h_kv=1, **SMALL_FP8),  # keys are split
     ),
     (
         PrefixCase(**LONG, **FP8_KIND),
         PrefixCase(**{**MANY, "h_kv": 32}, **FP8_KIND, out_scale=0.02),
     ),
-    ("mha_forward",),
+    PrefixCase(**FEW, **SMALL_FP8),
 )
