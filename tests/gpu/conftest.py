@@ -13,13 +13,6 @@ from gpu_support import cupy, forced_clusters, poison, poisonable_allocations, t
 import rawmla
 from kit.gpu import missing_hopper_reason
 
-TWICE = {"test_sparse_bits"}
-
-
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if metafunc.module.__name__ in TWICE:
-        metafunc.parametrize("clusters", (False, True), ids=("chosen", "clusters"), indirect=True)
-
 
 @pytest.fixture(autouse=True)
 def clusters(request: pytest.FixtureRequest) -> Iterator[None]:

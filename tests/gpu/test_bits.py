@@ -6,15 +6,25 @@ import random
 from typing import Any
 
 import pytest
+from gpu_support import bits, torch
 
-from operations import Operation, assert_results, for_each, is_planned
+from operations import OPERATIONS, Operation, assert_results, for_each, is_planned
 
 RERUNS = 20
+TOGETHER = 20  # calls in flight between two comparisons
+
+FORMS = [
+    (operation, case, form)
+    for operation in OPERATIONS
+    for case in (operation.rerun_cases or operation.cases)
+    for form in (("object", "tensors") if is_planned(operation) else ("object",))
+]
 
 
-@pytest.mark.parametrize("form", ("object", "tensors"))
-@for_each("rerun_cases", only=is_planned)
-def test_reruns_of_planned_calls(operation: Operation, case: Any, form: str) -> None:
+@pytest.mark.parametrize(
+    ("operation", "case", "form"), FORMS, ids=[f"{one.name}-{case.id}-{form}" for one, case, form in FORMS]
+)
+def test_reruns(operation: Operation, case: Any, form: str) -> None:
     """Each with a plan of its own."""
     call = operation.make(case)
     want = call.run(form)
@@ -23,31 +33,30 @@ def test_reruns_of_planned_calls(operation: Operation, case: Any, form: str) -> 
     call.check(want)
 
 
-@for_each("rerun_cases", only=lambda operation: not is_planned(operation))
-def test_reruns(operation: Operation, case: Any) -> None:
-    call = operation.make(case)
-    want = call.run()
-    for run in range(RERUNS):
-        assert_results(f"run {run}", call, call.run(), want)
-    call.check(want)
-
-
 @pytest.mark.unpoisoned
 @for_each("rerun_cases")
 def test_reruns_back_to_back(operation: Operation, case: Any) -> None:
-    """Twenty calls in flight at once, as a model's layers make them; scratch of one is that of the next.
+    """Many calls in flight at once, as a model's layers make them; scratch of one is that of the next. Sums
+    in any order are not compared.
 
     Without poison, whose fills would keep the launches from overlapping.
     """
     call = operation.make(case)
-    plan = {}
+    plan: dict[str, Any] = {}
     if call.plan is not None:
         plan["tile_scheduler_metadata"], plan["num_splits"] = call.make_plan()
-    results = [call.run(**plan) for _ in range(RERUNS)]
-    fresh_plans = [call.run() for _ in range(RERUNS if call.plan is not None else 0)]
-    for run, got in enumerate([*results, *fresh_plans]):
-        assert_results(f"run {run}", call, got, results[0])
-    call.check(results[0])
+    want = call.run(**plan)
+    call.check(want)
+    wanted = [bits(x) for x in want]
+    different = torch.zeros((), dtype=torch.int64, device="cuda")
+    for given in (plan, {}) if plan else ({},):
+        for _ in range(operation.repeats // TOGETHER):
+            targets = [call.target() for _ in range(TOGETHER)]
+            for got in [call.run(**given, **target) for target in targets]:
+                for name, one, other in zip(call.results, got, wanted, strict=True):
+                    if name not in call.unordered:
+                        different += (bits(one) != other).any()
+    assert int(different) == 0, f"{int(different)} results differ"
 
 
 @pytest.mark.parametrize("form", ("object", "tensors"))
