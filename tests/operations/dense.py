@@ -89,7 +89,14 @@ def assert_same_results(name: str, inputs: MhaInputs, got: tuple[Any, Any], want
 def dense_call(inputs: MhaInputs) -> Call:
     """The call of a case's inputs."""
     function, arguments = named_arguments(inputs)
-    return Call(function, arguments, ("out", "lse"), lambda got: check_mha(inputs, (got[0], got[1])), inputs)
+    return Call(
+        function,
+        arguments,
+        ("out", "lse"),
+        lambda got: check_mha(inputs, (got[0], got[1])),
+        inputs,
+        covered=lambda: covered_rows(inputs),
+    )
 
 
 def make_dense_call(case: MhaCase, device: str = "cuda") -> Call:
