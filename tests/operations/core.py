@@ -196,7 +196,6 @@ class Operation:
         floats: the names of those that are of floating point in a case, and can require grad.
         small_cases: calls that reach every path of the kernels, for the emulator and compute-sanitizer.
         kernels: labels of kernels begin so, of which the small cases run all.
-        schedule_cases: those of the small cases that the emulator runs under further schedules.
         rerun_cases, graph_cases, invariant_cases: for bits, graphs and batch invariance.
         repeats: how often the calls of rerun cases are made back to back.
         strides: for each argument with free strides, the kinds of `strided` it takes.
@@ -212,6 +211,7 @@ class Operation:
         plan_serves_all_lengths: a plan of tensors made once serves whatever `changes` does.
         clusters: calls are forced to the kernel for clusters; tests/test_gpu_cases.py sees that all go there.
         grads: the arguments whose gradients a graph of autograd has; others that require grad are refused.
+        copied: arguments that are copied where their last dimension is not contiguous.
         ordered_like: the argument in whose order fresh results have their dimensions in memory.
         any_framework: its arrays may be those of CuPy and of DLPack; functions of Python read tensors.
         writes: calls write an argument and allocate no result.
@@ -224,7 +224,6 @@ class Operation:
     floats: Callable[[Any], tuple[str, ...]]
     small_cases: tuple[Any, ...] = ()
     kernels: tuple[str, ...] = ()
-    schedule_cases: tuple[Any, ...] = ()
     rerun_cases: tuple[Any, ...] = ()
     repeats: int = 20
     graph_cases: tuple[Any, ...] = ()
@@ -241,6 +240,7 @@ class Operation:
     clusters: bool = False
     any_framework: bool = True
     grads: tuple[str, ...] = ()
+    copied: tuple[str, ...] = ()
     ordered_like: str | None = None
     writes: bool = False
 

@@ -360,7 +360,6 @@ def sparse_operation(layout: str, *, clusters: bool = False) -> Operation:
         floats=sparse_floats,
         small_cases=small_cases,
         kernels=CLUSTER_KERNELS if clusters else SPARSE_KERNELS[layout],
-        schedule_cases=small_cases if clusters else (),
         rerun_cases=suited(SPARSE_RERUN_CASES[layout]),
         graph_cases=suited(SPARSE_GRAPH_CASES[layout]),
         invariant_cases=suited(SPARSE_INVARIANT_CASES[layout]),

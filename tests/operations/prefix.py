@@ -186,6 +186,8 @@ def prefix_changes(call: Call) -> Iterator[None]:
             if isinstance(getattr(inputs, name), torch.Tensor):
                 getattr(inputs, name).copy_(getattr(other, name))
         yield
+    inputs.b_start_loc.zero_()  # no tokens
+    yield
 
 
 def around_o(o: Any) -> Pads:
@@ -245,8 +247,9 @@ def prefix_operation(
         rerun_cases=rerun_cases,
         repeats=200,
         graph_cases=(roomy, replace(roomy, table="pointers")),
-        strides={"q": ROWS, "b_loc": ("columns", "odd")},
+        strides={"q": ROWS, **({"v": ("transposed",)} if "v" in arrays else {}), "b_loc": ("columns", "odd")},
         odd_last=("q", "k", "v"),
+        copied=("v",) if "v" in arrays else (),
         out=around_o,
         outputs=("o",),
         empty={
