@@ -91,7 +91,9 @@ def is_quick(pair: tuple[Operation, Any]) -> bool:
 @pytest.mark.parametrize(
     ("operation", "case"),
     [
-        pytest.param(*pair, id=f"{pair[0].name}-{pair[1].id}", marks=[] if is_quick(pair) else pytest.mark.full)
+        pytest.param(
+            *pair, id=f"{pair[0].name}-{pair[1].id}", marks=[] if is_quick(pair) else pytest.mark.full
+        )
         for pair in SMALL
     ],
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -194,7 +194,6 @@ def test_cupy_side_stream(operation: Operation, case: Any) -> None:
     want = call.run()
     late = Late(call)
     in_cupy = call.mapped(to_cupy, lambda x: to_cupy(x.contiguous()))  # other lists would be copied
-    late.also(in_cupy)
     target = in_cupy.target()
     stream = cupy.cuda.Stream(non_blocking=True)
     cupy.cuda.Device().synchronize()
@@ -215,7 +214,7 @@ def test_cupy_side_stream(operation: Operation, case: Any) -> None:
 # ---- devices
 
 
-@for_first()
+@for_first(only=takes_any)
 def test_second_device(operation: Operation, case: Any) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
@@ -229,6 +228,11 @@ def test_second_device(operation: Operation, case: Any) -> None:
         assert all(x.device == torch.device("cuda:1") for x in got)
         at_home = call.run(form)
         assert_results(f"on the second device, {form}", call, tuple(x.to("cuda:0") for x in got), at_home)
+    with torch.cuda.device(1):
+        got = call.run()
+        assert torch.cuda.current_device() == 1
+    assert all(x.device == torch.device("cuda:0") for x in got)
+    assert_results("while the second is current", call, got, want)
     with cupy.cuda.Device(1):
         in_cupy = moved.mapped(to_cupy)
         target = in_cupy.target()
@@ -252,10 +256,8 @@ def test_arrays_on_two_devices(operation: Operation, case: Any) -> None:
         pytest.skip("needs two GPUs")
     call = operation.make(case)
     call.run()
-    names = [*operation.arrays]
-    if call.written is None:
-        del names[0]  # where this one is, the others have to be
-    for name in names:
+    # Where the first one is, the others have to be.
+    for name in operation.arrays if call.written is not None else operation.arrays[1:]:
         value = call.arguments[name]
         moved = [*value[:-1], value[-1].to("cuda:1")] if isinstance(value, list) else value.to("cuda:1")
         # The text names this array, or another where this one says which device it has to be.
@@ -288,17 +290,19 @@ def test_threads() -> None:
         except BaseException as error:
             errors.append(error)
 
-    def run_all(target: Callable[..., None]) -> None:
-        threads = [threading.Thread(target=target, args=pair) for pair in zip(calls, results, strict=True)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-
-    run_all(work)
-    assert not errors, errors
-    torch.cuda.synchronize()
-    for call, own, want in zip(calls, results, wanted, strict=True):
-        assert len(own) == 20
-        for got in own:
-            assert_results("in a thread", call, got, want)
+    # The second time every thread prepares its calls, and loads kernels.
+    for prepared in (nullcontext(), no_kernel_loaded()):
+        for own in results:
+            own.clear()
+        threads = [threading.Thread(target=work, args=pair) for pair in zip(calls, results, strict=True)]
+        with prepared:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            torch.cuda.synchronize()
+        assert not errors, errors
+        for call, own, want in zip(calls, results, wanted, strict=True):
+            assert len(own) == 20
+            for got in own:
+                assert_results("in a thread", call, got, want)

@@ -131,11 +131,7 @@ def test_out_given_and_other_memory_reused_between_replays(operation: Operation,
         assert all_canaries(buffer), "a replay wrote outside an output"
 
 
-COPIED = [
-    (operation, operation.cases[0], name)
-    for operation in OPERATIONS
-    for name in operation.copied
-]
+COPIED = [(operation, operation.cases[0], name) for operation in OPERATIONS for name in operation.copied]
 
 
 @pytest.mark.parametrize(

@@ -16,17 +16,16 @@ from gpu_support import as_pair, small_plans, torch, united_selections
 import rawmla
 from kit import DenseCase, SparseCase
 from kit.flex import FlexCase
-from kit.plans import write_plan
 from kit.mha import MhaCase, make_mha_inputs
 from kit.mha_backward import (
-    check_mha_backward,
     exact_results,
     make_mha_gradients,
     reference_backward,
 )
+from kit.plans import write_plan
 from operations import Call, Operation, for_each
-from operations.dense import SMALL_SAME
 from operations.dense import SMALL as SMALL_SEGMENTS
+from operations.dense import SMALL_SAME
 from operations.dense_backward import (
     BackwardCase,
     BackwardInputs,
@@ -105,9 +104,7 @@ def test_split_at_every_block(layout: str) -> None:
         host, tokens = make_dense_call(case, "cpu"), list(lengths)
     else:
         extra = {"extra_topk": 70, "extra_lengths": (70, 0, 0, 1), "sink": True}
-        case = SparseCase(
-            b=4, s_q=2, h_q=80, s_k=340, topk=330, layout=layout, lengths=lengths, **extra
-        )
+        case = SparseCase(b=4, s_q=2, h_q=80, s_k=340, topk=330, layout=layout, lengths=lengths, **extra)
         host, tokens = make_sparse_call(case, "cpu"), [256 + 128, 64, 0, 384 + 64]
     rows, num_splits = write_plan(
         tokens, [1] * 16, "tensors", idle_form="negative", idle_before=1, idle_after=2

@@ -19,8 +19,8 @@ from .core import Arguments, Call, Operation, assert_rounded_alike, assert_same_
 from .dense import (
     IN_PLACE,
     MANY,
-    RERUNS,
     OF_SEGMENTS,
+    RERUNS,
     ROWS,
     SEGMENTS,
     SMALL,
