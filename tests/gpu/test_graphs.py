@@ -16,7 +16,9 @@ from gpu_support import (
 )
 
 import rawmla
+from kit.mha import MhaCase
 from operations import OPERATIONS, Operation, assert_results, for_each, for_first, is_planned
+from operations.dense import make_dense_call
 from operations.memory import all_canaries, between_canaries, fill_with_canaries, strided
 
 PLANS = ("object", "object, invariant", "tensors, inside", "tensors, outside")
@@ -272,4 +274,21 @@ def test_warmup_call(operation: Operation, case: Any) -> None:
         assert loaded_labels() == loaded
         graph.replay()
         assert_results("replayed", call, got, want)
+        torch.cuda.synchronize()  # before the kernels are let go of
+
+
+def test_warmup_by_name() -> None:
+    """`rawmla.warmup("mha")` is enough for a capture of plain calls, causal ones, segments and sinks."""
+    cases = (
+        MhaCase(b=2, s_q=70, s_k=90, causal=True, sink="float16"),
+        MhaCase(q_lengths=(300, 0, 1), k_lengths=(257, 90, 0), h_q=8, h_kv=1),
+    )
+    calls = [make_dense_call(case) for case in cases]
+    want = [call.run() for call in calls]
+    with no_kernel_loaded():
+        rawmla.warmup("mha", mha_head_dims=[(128, 128)])
+        graph, got = capture(lambda: [call.run() for call in calls])
+        graph.replay()
+        for call, one, wanted in zip(calls, got, want, strict=True):
+            assert_results("replayed", call, one, wanted)
         torch.cuda.synchronize()  # before the kernels are let go of

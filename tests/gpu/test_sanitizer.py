@@ -3,7 +3,7 @@ test_lengths_sanitizer.py.
 
     compute-sanitizer --tool memcheck python -m pytest -m sanitizer tests/gpu/test_sanitizer.py
 
-Inputs are made, and results compared, on the CPU, so that the sanitizer watches these kernels and little else.
+Inputs are made, and results compared, on the CPU, so that the sanitizer watches these kernels alone.
 """
 
 from __future__ import annotations
