@@ -1,5 +1,5 @@
-"""Fresh memory is poison in every test; small sparse calls are forced to the kernel for clusters, which few
-of them would reach by themselves.
+"""Fresh memory is poison in every test; small sparse calls of some operations are forced to the kernel for
+clusters, which few of them would reach by themselves.
 """
 
 from collections.abc import Iterator
@@ -16,10 +16,10 @@ from kit.gpu import missing_hopper_reason
 
 @pytest.fixture(autouse=True)
 def clusters(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Whether calls are forced to the kernel for clusters: by a parameter that says so."""
+    """Calls are forced to the kernel for clusters where an operation of the test's parameters says so."""
     parameters = getattr(getattr(request.node, "callspec", None), "params", {})
     forced = any(getattr(value, "clusters", False) for value in parameters.values())
-    with forced_clusters() if getattr(request, "param", forced) else nullcontext():
+    with forced_clusters() if forced else nullcontext():
         yield
 
 

@@ -8,23 +8,15 @@ from typing import Any
 import pytest
 from gpu_support import bits, torch
 
-from operations import OPERATIONS, Operation, assert_results, for_each, is_planned
+from operations import Operation, assert_results, for_each, is_planned
 
 RERUNS = 20
-TOGETHER = 20  # calls in flight between two comparisons
-
-FORMS = [
-    (operation, case, form)
-    for operation in OPERATIONS
-    for case in (operation.rerun_cases or operation.cases)
-    for form in (("object", "tensors") if is_planned(operation) else ("object",))
-]
+TOGETHER = 10  # calls in flight between two comparisons
 
 
-@pytest.mark.parametrize(
-    ("operation", "case", "form"), FORMS, ids=[f"{one.name}-{case.id}-{form}" for one, case, form in FORMS]
-)
-def test_reruns(operation: Operation, case: Any, form: str) -> None:
+@pytest.mark.parametrize("form", ("object", "tensors"))
+@for_each("rerun_cases", only=is_planned)
+def test_reruns_of_planned_calls(operation: Operation, case: Any, form: str) -> None:
     """Each with a plan of its own."""
     call = operation.make(case)
     want = call.run(form)
@@ -33,30 +25,40 @@ def test_reruns(operation: Operation, case: Any, form: str) -> None:
     call.check(want)
 
 
+@for_each("rerun_cases", only=lambda operation: not is_planned(operation))
+def test_reruns(operation: Operation, case: Any) -> None:
+    call = operation.make(case)
+    want = call.run()
+    for run in range(RERUNS):
+        assert_results(f"run {run}", call, call.run(), want)
+    call.check(want)
+
+
 @pytest.mark.unpoisoned
 @for_each("rerun_cases")
 def test_reruns_back_to_back(operation: Operation, case: Any) -> None:
-    """Many calls in flight at once, as a model's layers make them; scratch of one is that of the next. Sums
-    in any order are not compared.
-
-    Without poison, whose fills would keep the launches from overlapping.
+    """Calls in flight at once, as a model's layers make them; scratch of one is that of the next. Their bits
+    are compared on the device. Without poison, whose fills would keep the launches from overlapping.
     """
     call = operation.make(case)
-    plan: dict[str, Any] = {}
+    plan = {}
     if call.plan is not None:
         plan["tile_scheduler_metadata"], plan["num_splits"] = call.make_plan()
-    want = call.run(**plan)
-    call.check(want)
-    wanted = [bits(x) for x in want]
+    first = call.run(**plan)
+    call.check(first)
+    ordered = [i for i, name in enumerate(call.results) if name not in call.unordered]
+    wanted = [bits(first[i]) for i in ordered]
+    targets = [call.target() for _ in range(TOGETHER)]
     different = torch.zeros((), dtype=torch.int64, device="cuda")
-    for given in (plan, {}) if plan else ({},):
-        for _ in range(operation.repeats // TOGETHER):
-            targets = [call.target() for _ in range(TOGETHER)]
-            for got in [call.run(**given, **target) for target in targets]:
-                for name, one, other in zip(call.results, got, wanted, strict=True):
-                    if name not in call.unordered:
-                        different += (bits(one) != other).any()
-    assert int(different) == 0, f"{int(different)} results differ"
+    for turn in range(operation.repeats // TOGETHER):
+        given = plan if turn % 2 == 0 else {}  # without a plan, each call makes one
+        for results in [call.run(**given, **target) for target in targets]:
+            for i, want in zip(ordered, wanted, strict=True):
+                different += (bits(results[i]) != want).any()
+        for target in targets:
+            for name, one in call.target().items():
+                target[name].copy_(one)
+    assert int(different) == 0, f"{int(different)} results of {operation.repeats} calls differ"
 
 
 @pytest.mark.parametrize("form", ("object", "tensors"))

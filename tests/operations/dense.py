@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import rawmla
-from kit.mha import MhaCase, MhaInputs, check_mha, covered_rows, make_mha_inputs, reference
+from kit.mha import MhaCase, MhaInputs, check_mha, covered_rows, make_mha_inputs
 
 from .core import Arguments, Call, Operation, assert_same_bits, put, replaced, slices
 
@@ -95,7 +95,7 @@ def dense_call(inputs: MhaInputs) -> Call:
         ("out", "lse"),
         lambda got: check_mha(inputs, (got[0], got[1])),
         inputs,
-        want=lambda: reference(inputs),
+        covered=lambda: covered_rows(inputs),
     )
 
 
@@ -180,6 +180,10 @@ SEGMENTS = MhaCase(
 )
 IN_PLACE = replace(SEGMENTS, gap=0.0, layout="plain")  # its requests may begin anywhere
 RERUNS = ((1, 239), (239, 1), (3, 799), (799, 3), (1024, 128), (97, 97), (257, 257), (2048, 2048))
+MANY: Arguments = {
+    "q_lengths": (1, 400, 0, 33, 64, 130) * 10,
+    "k_lengths": (300, 401, 90, 0, 64, 17) * 10,
+}
 SMALL: Arguments = {"q_lengths": (5, 0, 1, 140), "k_lengths": (3, 7, 0, 270)}
 SMALL_SAME: Arguments = {"q_lengths": (5, 0, 1, 140), "k_lengths": (5, 0, 1, 140), "h_q": 2, "h_kv": 2}
 ARRAYS = ("q", "k", "v", "attn_sink", "alibi_slopes")
@@ -221,16 +225,12 @@ MHA = Operation(
         MhaCase(b=1, s_q=140, s_k=270, h_q=2, h_kv=2, d_qk=96, d_v=96, causal=True, dtype="float16"),
         MhaCase(b=1, s_q=200, s_k=300, h_q=2, h_kv=1, d_qk=64, d_v=64, softcap=15.0, alibi="heads"),
         MhaCase(b=2, s_q=70, s_k=90, h_q=2, h_kv=2, d_qk=59, d_v=111, layout="slice"),
-        MhaCase(b=1, s_q=40, s_k=2100, h_q=1, h_kv=1, causal=True, sink="float32"),  # keys are split
+        MhaCase(b=1, s_q=40, s_k=2100, h_q=1, h_kv=1, causal=True, sink="float32"),  # whose keys are split
         # Tiles that a CTA takes one after the other, by turns, or causal ones from the counter.
         MhaCase(b=150, s_q=5, s_k=130, h_q=2, h_kv=2),
         MhaCase(b=150, s_q=5, s_k=130, h_q=2, h_kv=2, causal=True),
     ),
-    kernels=("mha_combine", "mha_forward"),
-    race_cases=(
-        MhaCase(b=2, s_q=150, s_k=300, h_q=2, h_kv=2, causal=True, layout="heads"),
-        MhaCase(b=1, s_q=200, s_k=300, h_q=2, h_kv=2, d_qk=64, d_v=64, causal=True),
-    ),
+    kernels=("mha_forward", "mha_combine"),
     rerun_cases=(
         *(
             MhaCase(b=60, s_q=s_q, s_k=s_k, h_kv=4, d_qk=64, d_v=64, causal=causal)
@@ -247,9 +247,9 @@ MHA = Operation(
     graph_cases=(replace(BATCH, gap=0.0),),
     strides={"q": ROWS, "k": ROWS, "v": (*ROWS, "transposed")},
     odd_last=("q", "k", "v"),
+    copied=("v",),
     ordered_like="q",
     grads=("q", "k", "v", "attn_sink"),
-    compiled="whole",
     out=slices,
     empty={
         "no requests": (lambda a: {x: a[x][:0] for x in ("q", "k", "v")}, {"out": 0, "lse": 0}),
@@ -275,15 +275,9 @@ MHA_VARLEN = replace(
         MhaCase(**SMALL, d_qk=59, d_v=111),
     ),
     kernels=("mha_forward",),
-    race_cases=(MhaCase(**SMALL, h_q=8, h_kv=2, causal=True),),
-    rerun_cases=(
-        MhaCase(
-            q_lengths=(1, 400, 0, 33, 64, 130) * 10, k_lengths=(300, 401, 90, 0, 64, 17) * 10, causal=True
-        ),
-    ),
+    rerun_cases=(MhaCase(**MANY, causal=True),),
     graph_cases=(IN_PLACE, replace(IN_PLACE, causal=True, window=(-1, -1))),
     empty={"no query tokens": (lambda a: {"q": a["q"][:0]}, {"out": 0, "lse": 0})},
-    mixed=("cu_seqlens_q", "seqused_k"),
 )
 
 MHA_QKV = replace(
@@ -296,15 +290,14 @@ MHA_QKV = replace(
         MhaCase(**SMALL_SAME, packed="qkv", d_qk=192, causal=True),
         MhaCase(**SMALL_SAME, packed="qkv4"),
     ),
-    race_cases=(),
     rerun_cases=(),
     repeats=20,
-    graph_cases=(),
+    graph_cases=(MhaCase(**SAME, packed="qkv", d_qk=192, h_kv=4, causal=True, gap=0.0),),
     strides={"qkv": ("wide", "columns")},
     odd_last=("qkv",),
+    copied=(),
     ordered_like="qkv",
     grads=("qkv",),
-    mixed=(),
     empty={"no tokens": (lambda a: {"qkv": a["qkv"][:0]}, {"out": 0, "lse": 0})},
     bad=BAD,
 )
@@ -316,6 +309,7 @@ MHA_KV = replace(
     arrays=("q", "kv", "cu_seqlens_q", "cu_seqlens_k"),
     floats=floats_of(("q", "kv")),
     small_cases=(MhaCase(**SMALL, packed="kv4", d_qk=64, d_v=64),),
+    graph_cases=(MhaCase(**RAGGED, packed="kv4", d_qk=64, d_v=64, rows_around=9, gap=0.0),),
     strides={"q": ("wide", "columns"), "kv": ("wide", "columns")},
     odd_last=("q", "kv"),
     ordered_like="q",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import permutations
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 
 from kit.sparse import INT_MAX
 
-from .core import Arguments, Call, Operation, Pads, bits
+from .core import Pads, bits
 
 CANARY = -7
 
@@ -85,37 +84,3 @@ def fill_with_canaries(x: Any) -> None:
 def all_canaries(x: Any) -> bool:
     """Whether nothing was written there."""
     return bool((x == (-CANARY if x.dtype == torch.uint8 else CANARY)).all())
-
-
-@dataclass
-class Outputs:
-    """Outputs for a call, as slices of buffers of canaries; none where it takes none."""
-
-    call: Call
-    buffers: list[Any]
-    given: Arguments
-
-    @classmethod
-    def of(cls, operation: Operation, call: Call, results: tuple[Any, ...]) -> Outputs:
-        """For results of these shapes and dtypes; what they hold is not looked at."""
-        if operation.out is None:
-            return cls(call, [], {})
-        pairs = [between_canaries(x, operation.out(x)) for x in results[: len(operation.outputs)]]
-        given = dict(zip(operation.outputs, (inner for _, inner in pairs), strict=True))
-        made = cls(call, [buffer for buffer, _ in pairs], given)
-        made.renew()
-        return made
-
-    def renew(self) -> None:
-        """Make the outputs what a call may begin with: poison, or what it writes over."""
-        for given in self.given.values():
-            if self.call.fresh is None:
-                given.view(torch.uint8).fill_(0xFF)
-            else:
-                given.copy_(self.call.fresh())
-
-    def assert_untouched_around(self) -> None:
-        """Raise if anything but the outputs was written; spoils them."""
-        for buffer, given in zip(self.buffers, self.given.values(), strict=True):
-            fill_with_canaries(given)
-            assert all_canaries(buffer), "the call wrote outside an output"

@@ -76,8 +76,8 @@ def merge_changes(call: Call) -> Iterator[None]:
 MERGE = Operation(
     name="merge_attn_states",
     make=merge_call,
-    kernels=("mla_merge_states",),
     cases=MERGE_CASES,
+    kernels=("mla_merge_states",),
     arrays=("outs", "lses"),
     floats=lambda case: ("outs", "lses"),
     strides={
