@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -153,19 +154,6 @@ def check_work(
     assert all(candidates[req] == 1 for req in range(b) if splits[req] > 1)
 
 
-def fixed_cost(units: int, num_parts: int) -> int:
-    """What each request but the first costs besides its units."""
-    return min(_plan.MAX_FIXED_COST, units // num_parts // _plan.FIXED_COST_DIVISOR)
-
-
-def shortest_part(units: int) -> int:
-    """The least number of units that partitions are given."""
-    for length in range(1, _plan.MAX_SHORT_PART):
-        if _plan.SHORT_PART_FACTOR * length**2 >= units:
-            return length
-    return _plan.MAX_SHORT_PART
-
-
 @pytest.mark.parametrize("num_parts", (1, 7, 66, 132))
 def test_uniform_plan_is_the_plan_of_equal_requests(num_parts: int) -> None:
     """Row for row, but for where idle rows lie; places in o_accum are of one request each."""
@@ -204,63 +192,29 @@ def uniform_row(plan: metadata.UniformPlan, part: int, b: int) -> tuple[int, int
     return begin_req, end_req, begin_block, end_block, begin_split
 
 
-def without_idle(loads: list[tuple[int, int]], busy: int, moved_apart: bool) -> list[tuple[int, int]]:
-    """The loads of rows that are not idle, `busy` of them. Idle rows follow them, or, if they are few and
-    requests are moved apart, lie between them.
-    """
-    idle = len(loads) - busy
-    places = set(range(busy, len(loads)))
-    if moved_apart and 0 < idle * _plan.ROWS_PER_IDLE <= len(loads):
-        gap = len(loads) // idle
-        places = {gap * (k + 1) - 1 for k in range(idle)}
-    assert all(loads[place] == (0, 0) for place in places)
-    return [load for place, load in enumerate(loads) if place not in places]
-
-
 def check_balance(plan: reference.Plan, lengths: Sequence[int], batch_invariant: bool) -> None:
-    """Every partition but the last has the same share, the fixed cost of a request included.
-
-    Or, where that makes no partition longer, several equal requests have partitions of their own or share
-    them whole.
+    """No partition has more than an equal share, in which each request but the first has a fixed cost, or more
+    than the least that is worth a partition.
     """
     b, num_parts = len(lengths), len(plan.object_rows)
     blocks = np.maximum(blocks_of(lengths), 1)
     unit = np.maximum(8, -(-blocks // 32)) if batch_invariant else np.ones_like(blocks)
     units = -(-blocks // unit)
-    fixed = 0 if batch_invariant else fixed_cost(int(units.sum()), num_parts)
-    line_end = int(units.sum()) + (b - 1) * fixed
-    share = -(-line_end // num_parts)
+    total = int(units.sum())
+    fixed = min(_plan.MAX_FIXED_COST, total // num_parts // _plan.FIXED_COST_DIVISOR) * (not batch_invariant)
+    share = -(-(total + (b - 1) * fixed) // num_parts)
     if not batch_invariant:
-        share = max(share, shortest_part(int(units.sum()) // b))
+        short = math.ceil(math.sqrt(total // b / _plan.SHORT_PART_FACTOR))
+        share = max(share, min(short, _plan.MAX_SHORT_PART))
     before = [0, *np.cumsum(units).tolist()]  # units of the requests before each
-    unit, units = unit.tolist(), units.tolist()
+    unit = unit.tolist()
     loads = []
     for begin_req, end_req, begin_block, end_block, *_ in plan.object_rows.tolist():
-        if begin_req > end_req:
-            loads.append((0, 0))
-            continue
-        load = before[end_req] - before[begin_req]
-        load += -(-end_block // unit[end_req]) - begin_block // unit[begin_req]
-        loads.append((load, end_req - begin_req + 1))
-    assert sum(load for load, _ in loads) == before[-1]
-    if not batch_invariant and b > 1 and len(set(blocks.tolist())) == 1:
-        n, group = int(blocks[0]), -(-b // num_parts)
-        if group > 1:
-            apart, expected = group * n + (group - 1) * fixed, [group * n] * (b // group)
-            expected += [b % group * n] * (b % group > 0)
-        else:
-            apart = max(-(-n // (num_parts // b)), shortest_part(n))
-            expected = ([apart] * (n // apart) + [n % apart] * (n % apart > 0)) * b
-        if apart <= share:
-            busy_loads = without_idle(loads, len(expected), moved_apart=True)
-            assert [load for load, _ in busy_loads] == expected
-            assert all(requests <= max(group, 1) for _, requests in busy_loads)
-            return
-    assert max(load for load, _ in loads) <= share
-    # A cut may fall into the fixed cost of the request before or after it, which is then nobody's.
-    assert all(load + fixed * (requests - 1) <= share for load, requests in loads if requests)
-    for load, requests in without_idle(loads, -(-line_end // share), moved_apart=False)[:-1]:
-        assert load + fixed * (requests + 1) >= share
+        if begin_req <= end_req:
+            load = before[end_req] - before[begin_req]
+            loads.append(load + -(-end_block // unit[end_req]) - begin_block // unit[begin_req])
+            assert loads[-1] + fixed * (end_req - begin_req) <= share
+    assert sum(loads) == total
 
 
 def check_rows(plan: reference.Plan, lengths: Sequence[int], batch_invariant: bool) -> None:
@@ -344,13 +298,6 @@ def test_plans_of_named_batches(kind: str, num_parts: int, batch_invariant: bool
 def test_plans_of_large_batches(b: int, batch_invariant: bool) -> None:
     for kind in KINDS:
         check(lengths_of(kind, b), 132, batch_invariant)
-
-
-@pytest.mark.parametrize("batch_invariant", (False, True))
-def test_every_number_of_parts(batch_invariant: bool) -> None:
-    for num_parts in range(1, 133):
-        for kind, b in (("edges", 5), ("one long", 3), ("holes", 40), ("short", 150)):
-            check(lengths_of(kind, b), num_parts, batch_invariant)
 
 
 @pytest.mark.parametrize("batch_invariant", (False, True))
@@ -474,12 +421,9 @@ def test_sparse_batch_invariant_plan_worked_out_by_hand() -> None:
     assert plan.num_splits.tolist() == [0, 3, 4]
     assert full.object_rows.tolist() == [[0, 0, 0, 320, 0, 1, 1, mark], [1, 1, 0, 320, 0, 1, 1, mark]]
     found = list(work_tiles(full.object_rows, full.num_splits, [25, 0], 64, 320))
-    assert [(work.req, work.first_block, work.num_blocks) for work in found if work.num_blocks] == [
-        (0, 0, 10),
-        (0, 10, 10),
-        (0, 20, 5),
-    ]
-    assert [work.split_idx for work in found] == list(range(64))
+    work = [(tile.req, tile.first_block, tile.num_blocks) for tile in found if tile.num_blocks]
+    assert work == [(0, 0, 10), (0, 10, 10), (0, 20, 5)]
+    assert [tile.split_idx for tile in found] == list(range(64))
 
 
 def test_batch_invariant_splits_depend_on_the_request_and_the_room_alone() -> None:
