@@ -193,8 +193,8 @@ def uniform_row(plan: metadata.UniformPlan, part: int, b: int) -> tuple[int, int
 
 
 def check_balance(plan: reference.Plan, lengths: Sequence[int], batch_invariant: bool) -> None:
-    """No partition has more than an equal share, in which each request but the first has a fixed cost, or more
-    than the least that is worth a partition.
+    """No partition has more than an equal share, in which requests but the first have a fixed cost, or than
+    the least that is worth a partition.
     """
     b, num_parts = len(lengths), len(plan.object_rows)
     blocks = np.maximum(blocks_of(lengths), 1)
