@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from cuda_probe import assemble, assert_in_header, headers
+from cuda_probe import assemble, headers
 from full_cases import full_unless
 
 from rawmla.jit import nvrtc
@@ -71,25 +71,6 @@ def test_tma(dims: int, function: str, arguments: str, instruction: str) -> None
     for target, source in re.findall(r"add\.s32\s+(%r\d+), (%r\d+), 1;", ptx):
         values[target] = f"{values[source]} + 1"
     assert [values[register] for register in registers] == list(COORDINATES[:dims])
-
-
-def test_bulk_reduction_and_groups() -> None:
-    ptx = assemble(
-        kernel(
-            ("ptx/tma.cuh",),
-            "float* sums",
-            "bulk_reduce_add_f32(sums, 64, 256); bulk_commit_group(); bulk_wait_group_read<1>();"
-            " bulk_wait_group<0>();",
-        )
-    )
-    instructions = (
-        "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32",
-        "cp.async.bulk.commit_group",
-        "cp.async.bulk.wait_group.read 1",
-        "cp.async.bulk.wait_group 0",
-    )
-    places = [ptx.index(instruction) for instruction in instructions]
-    assert places == sorted(places)
 
 
 def test_headers_leave_no_macros() -> None:
@@ -171,19 +152,6 @@ def test_wgmma_of_every_width(widths: range) -> None:
             assert name == f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.bf16.bf16"
             assert len(set(accumulators)) == n // 2 and len(set(a[1:-1].split(", "))) == 4
             assert rest == ["1", "1", str(b_major)]
-
-
-# mla/
-
-
-def test_visible_keys() -> None:
-    """The last query token sees every key; without a causal mask all of them do."""
-    conditions = []
-    for seqlen, s_q in ((5, 3), (3, 3), (2, 3), (100, 1)):
-        conditions += [f"visible_keys({seqlen}, {s_q}, {s_q - 1}, true) == {seqlen}"]
-        conditions += [f"visible_keys({seqlen}, {s_q}, 0, true) == {seqlen - s_q + 1}"]
-        conditions += [f"visible_keys({seqlen}, {s_q}, {token}, false) == {seqlen}" for token in range(s_q)]
-    assert_in_header("mla/masks.cuh", conditions, constexpr=("visible_keys",))
 
 
 def test_lines_fit_the_column_limit() -> None:

@@ -168,7 +168,7 @@ def test_dense_decode(
     rows = call.s_q * call.h_q // call.h_kv
     assert main.grid == (-(-rows // 64), call.h_kv, call.num_parts)
     assert main.cluster == (None if cluster == 1 else (2, 1, 1)) and merge.cluster is None
-    # tests/test_layout.py says for which numbers this divides exactly.
+    # tests/test_division.py says for which numbers this divides exactly.
     assert main.params["page_magic"] == -(-(2**32) // (call.page_block_size // 16)) % 2**32
     assert merge.params["by_request"] == (call.batch_invariant or call.b <= call.num_parts)
 
