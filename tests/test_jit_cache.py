@@ -320,30 +320,29 @@ def test_kernels_in_memory_are_bounded(project: Project, monkeypatch: pytest.Mon
     assert origins == ["compiled", "compiled", "memory", "compiled", "memory", "compiled"]
 
 
-@pytest.mark.parametrize(
-    ("me", "uid", "gid", "mode", "text"),
-    [
-        (ME, ME, 0, 0o755, None),
-        (ME, 0, 0, 0o755, None),
-        (ME, SOMEONE, 0, 0o755, "belongs to user id"),
-        (ME, SOMEONE, 0, 0o1755, "belongs to user id"),
-        (ME, 0, 0, 0o1777, None),
-        (ME, 0, 0, 0o777, "is writable for others"),
-        (ME, ME, os.getegid(), 0o775, None),
-        (ME, ME, SOMEONE, 0o775, "is writable for others"),
-        (ME, ME, SOMEONE, 0o1775, None),
-        (SOMEONE, 0, 0, 0o775, None),
-        (SOMEONE, 0, SOMEONE, 0o775, None),
-        (SOMEONE, 0, 99, 0o775, "is writable for others"),
-        (SOMEONE, SOMEONE, SOMEONE, 0o775, None),
-        (SOMEONE, 99, 0, 0o755, "belongs to user id"),
-    ],
-)
+OPEN, FOREIGN = "is writable for others", "belongs to user id"
+ABOVE: list[tuple[int, int, int, int, str | None]] = [
+    (ME, ME, 0, 0o755, None),
+    (ME, SOMEONE, 0, 0o1755, FOREIGN),
+    (ME, 0, 0, 0o1777, None),
+    (ME, 0, 0, 0o777, OPEN),
+    (ME, ME, os.getegid(), 0o775, None),
+    (ME, ME, SOMEONE, 0o775, OPEN),
+    (ME, ME, SOMEONE, 0o1775, None),
+    (SOMEONE, 0, 0, 0o775, None),
+    (SOMEONE, 0, SOMEONE, 0o775, None),
+    (SOMEONE, 0, 99, 0o775, OPEN),
+    (SOMEONE, 99, 0, 0o755, FOREIGN),
+]
+"""The user and group that ask; of the folder above theirs the owner, group and mode; why it is not trusted."""
+
+
+@pytest.mark.parametrize("case", ABOVE, ids=str)
 def test_who_may_write_above_the_folder(
-    project: Project, monkeypatch: pytest.MonkeyPatch, pretend: Pretend, me: int, uid: int, gid: int,
-    mode: int, text: str | None,
-) -> None:  # fmt: skip
-    """Root, the user, and a group of the user's own or of root; `me` is also the group."""
+    project: Project, monkeypatch: pytest.MonkeyPatch, pretend: Pretend, case: Any
+) -> None:
+    """Root, the user, and a group of the user's own or of root."""
+    me, uid, gid, mode, text = case
     above = project.root / "above"
     mine = above / "mine"
     mine.mkdir(parents=True, mode=0o755)
@@ -356,8 +355,7 @@ def test_who_may_write_above_the_folder(
     pretend(above, uid=uid, gid=gid, mode=mode)
     reason = entry.untrusted_reason(mine)
     assert (reason is None) == (text is None), reason
-    if reason is not None:
-        assert reason.startswith(f"{above}, above {mine}, ") and str(text) in reason
+    assert reason is None or (reason.startswith(f"{above}, above {mine}, ") and str(text) in reason)
 
 
 def test_whose_the_folder_itself_is(project: Project, pretend: Pretend) -> None:
@@ -399,10 +397,6 @@ def test_no_home_is_one_warning(
         origins = [builder.build(tiny(factor)).meta["origin"] for factor in (1, 1, 2)]
     assert origins == ["compiled", "memory", "compiled"]
     assert len(caught) == 1 and not (tmp_path / "~").exists()
-    monkeypatch.setenv("RAWMLA_CACHE_DIR", str(project.cache_dir))
-    monkeypatch.setenv("RAWMLA_CUBIN_DIR", "~/cubins")
-    with pytest.warns(RuntimeWarning, match="RAWMLA_CUBIN_DIR.*~/cubins is not a folder"):
-        assert default_builder().build(tiny()).meta["origin"] == "compiled"
     builder._default_builder.cache_clear()
 
 
@@ -416,12 +410,9 @@ def as_link(target: Path) -> None:
 
 
 PROBLEMS: dict[str, tuple[Callable[[Path, Pretend], Any], str]] = {
-    "open to a group": (
-        lambda target, _: target.chmod(target.stat().st_mode | 0o020),
-        "is writable for others",
-    ),
-    "open to all": (lambda target, _: target.chmod(target.stat().st_mode | 0o002), "is writable for others"),
-    "foreign": (lambda target, pretend: pretend(target, uid=SOMEONE), f"belongs to user id {SOMEONE}"),
+    "open to a group": (lambda target, _: target.chmod(target.stat().st_mode | 0o020), OPEN),
+    "open to all": (lambda target, _: target.chmod(target.stat().st_mode | 0o002), OPEN),
+    "foreign": (lambda target, pretend: pretend(target, uid=SOMEONE), f"{FOREIGN} {SOMEONE}"),
     "a link": (lambda target, _: as_link(target), "is a symbolic link"),
 }
 
@@ -498,22 +489,24 @@ def test_no_descriptor_is_left_open(project: Project) -> None:
 
 def test_refused_entries_are_one_warning(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     """One more where a refused entry cannot be replaced."""
-    for replaced in (True, False):
+
+    def refuse(*arguments: object) -> None:
+        raise PermissionError(13, "not yours")
+
+    for more in ([], ["kept", "not yours"]):
         for factor in (1, 2, 3):
             (entry_of(project, factor) / "kernel.cubin").chmod(0o666)
-        if not replaced:
-
-            def refuse(*arguments: object) -> None:
-                raise PermissionError(13, "not yours")
-
+        if more:
             monkeypatch.setattr(entry.os, "rename", refuse)
         one = project.builder()
         with pytest.warns(RuntimeWarning) as caught:
             found = [one.build(tiny(factor)) for factor in (1, 2, 3)]
-        assert [kernel.meta["origin"] for kernel in found] == ["compiled"] * 3
-        assert "is writable for others" in str(caught[0].message)
-        assert len(caught) == (1 if replaced else 2) and all((one.path is None) != replaced for one in found)
-    assert "kept" in str(caught[1].message) and "not yours" in str(caught[1].message)
+        assert all(
+            kernel.meta["origin"] == "compiled" and bool(more) != bool(kernel.path) for kernel in found
+        )
+        first, *rest = [str(warning.message) for warning in caught]
+        assert "is writable for others" in first and len(rest) == bool(more)
+        assert all(part in rest[0] for part in more)
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o077])
@@ -614,17 +607,9 @@ def test_prebuilt_folder_round_trip(project: Project, monkeypatch: pytest.Monkey
         changed = {name for name in compiled.meta if loaded.meta[name] != compiled.meta[name]}
         assert loaded.meta["origin"] == "prebuilt" and changed == {"origin"}
     assert not project.cache_dir.exists()
-
-
-def test_prebuilt_code_of_another_compiler_wins_over_the_cache(
-    project: Project, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = project.root / "prebuilt"
-    with monkeypatch.context() as patch:
-        patch.setattr(nvrtc, "version", lambda: "1.2.3")
-        export(project.build(1), folder)
-    project.build(1)
-    assert project.builder(folder).build(tiny(1)).meta["nvrtc"] == "1.2.3"
+    # Code of another compiler wins over the cache.
+    monkeypatch.setattr(nvrtc, "version", lambda: "1.2.3")
+    assert origin(project) == "compiled" and project.builder(folder).build(tiny(1)).cubin == compiled.cubin
 
 
 @pytest.mark.parametrize("problem", ["stale", "damaged", "missing folder", "open", "foreign"])

@@ -62,7 +62,8 @@ class FakeLibrary:
         self.unloaded: list[int | None] = []  # the contexts in which code was unloaded
         self.maps_need_a_context = False
         pointer, enum, number = ctypes.POINTER, ctypes.c_int, ctypes.c_uint
-        u64s, u32s, texts = pointer(ctypes.c_uint64), pointer(number), pointer(ctypes.c_char_p)
+        texts = pointer(ctypes.c_char_p)
+        arrays = [pointer(one) for one in (ctypes.c_uint64, ctypes.c_uint64, number, number)]
         for name, function, *types in (
             ("cuCtxGetCurrent", self._get, pointer(VOID)),
             ("cuCtxPushCurrent_v2", lambda context: self._stack().append(context) or 0, VOID),
@@ -77,17 +78,7 @@ class FakeLibrary:
             ("cuDeviceGet", lambda out, device: put(out, device + 40), pointer(enum), enum),
             ("cuDeviceGetName", self._device_name, VOID, enum, enum),
             ("cuDeviceGetAttribute", self._attribute, pointer(enum), enum, enum),
-            (
-                "cuTensorMapEncodeTiled",
-                self._map,
-                VOID,
-                enum,
-                number,
-                VOID,
-                *[u64s] * 2,
-                *[u32s] * 2,
-                *[enum] * 4,
-            ),
+            ("cuTensorMapEncodeTiled", self._map, VOID, enum, number, VOID, *arrays, *[enum] * 4),
         ):
             setattr(self, name, ctypes.CFUNCTYPE(enum, *types)(function))
 
@@ -163,9 +154,7 @@ def make_kernel(library: FakeLibrary, spec: KernelSpec | None = None, **changes:
     stand_in._contexts[0] = CONTEXT_A
     keep_loaded = loading._keep_loaded if spec.user_text else None
     rest = {"param_bytes": PARAM_BYTES, "module": None, **changes}
-    return Kernel(
-        spec, 0, {}, stand_in, CONTEXT_A, FUNCTION, rest["param_bytes"], rest["module"], keep_loaded
-    )
+    return Kernel(spec, 0, {}, stand_in, CONTEXT_A, FUNCTION, *rest.values(), keep_loaded)
 
 
 def compiled(spec: KernelSpec, log: str = "") -> CompiledKernel:
@@ -224,17 +213,12 @@ def test_a_launch_that_is_none_is_refused(library: FakeLibrary) -> None:
     size.
     """
     kernel = make_kernel(library)
-    for length in (0, PARAM_BYTES - 1, PARAM_BYTES + 8):
-        with pytest.raises(ValueError, match=f"params: expected the {PARAM_BYTES} bytes.*got {length} bytes"):
-            kernel.launch((1, 1, 1), bytes(length), 0)
-    wrong: Any
-    for wrong in ((1, -1, 1), (1, 1), (1, 1, 1 << 32), ("a", 1, 1)):
-        with pytest.raises(ValueError, match="grid of three"):
-            kernel.launch(wrong, PARAMS, 0)
-    for grid, params, text in (
-        ((1, 1, 1), PARAMS[:-1], "params: expected the"),
-        ((1, -1, 1), PARAMS, "grid"),
-    ):
+    text = f"params: expected the {PARAM_BYTES} bytes.*got {{}} bytes"
+    wrong: Any = [((1, 1, 1), bytes(length), text.format(length)) for length in (0, 191, 200)]
+    wrong += [(grid, PARAMS, "grid of three") for grid in ((1, -1, 1), (1, 1), (1, 1, 1 << 32), ("a", 1, 1))]
+    for grid, params, text in wrong:
+        with pytest.raises(ValueError, match=text):
+            kernel.launch(grid, params, 0)
         with pytest.raises(ValueError, match=text):
             kernel.prepare(grid, params, CHANGING).launch(0, 1, 2)
     assert library.launches == []
@@ -248,16 +232,11 @@ def test_prepared_launch(library: FakeLibrary) -> None:
     """Only the stream and the first members differ from launch to launch."""
     library.set_current(CONTEXT_A)
     kernel = make_kernel(library)
-    prepared = kernel.prepare((4, 5, 6), PARAMS, CHANGING, cluster=(2, 1, 1), pdl=True)
+    options: dict[str, Any] = {"cluster": (2, 1, 1), "pdl": True}
+    prepared = kernel.prepare((4, 5, 6), PARAMS, CHANGING, **options)
     for stream, members in ((7, (1, 2)), (0x99, (1 << 63, 3))):
         prepared.launch(stream, *members)
-        kernel.launch(
-            (4, 5, 6),
-            CHANGING.pack(*members) + PARAMS[CHANGING.size :],
-            stream,
-            cluster=(2, 1, 1),
-            pdl=True,
-        )
+        kernel.launch((4, 5, 6), CHANGING.pack(*members) + PARAMS[CHANGING.size :], stream, **options)
         assert library.launches[-2] == library.launches[-1]
 
 
@@ -539,17 +518,15 @@ def test_bounded_table() -> None:
     assert found == {0} and len(table) == 8
 
 
-@pytest.mark.parametrize("capability", [(8, 9), (10, 0)])
 def test_other_gpus_are_refused_before_anything_is_built(
-    library: FakeLibrary, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]
+    library: FakeLibrary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loading, "build", lambda spec: pytest.fail("built"))
-    library.capability = capability
-    with pytest.raises(UnsupportedGPUError, match=f"GPU 41.*{capability[0]}.{capability[1]}.*9.0"):
-        get_kernel(tiny(), 1)
-
-
-def test_device_info(library: FakeLibrary) -> None:
+    for library.capability in ((8, 9), (10, 0)):
+        with pytest.raises(UnsupportedGPUError, match=r"GPU 41.*{}\.{}.*9\.0".format(*library.capability)):
+            get_kernel(tiny(), 1)
+        device_info.cache_clear()
+    library.capability = (9, 0)
     info = device_info(1)
     assert (info.name, info.sm_count, info.compute_capability) == ("GPU 41", 132, (9, 0))
     assert device_info(1) is info
@@ -603,23 +580,15 @@ def test_refused_tensor_map_prints_every_field(library: FakeLibrary) -> None:
     with pytest.raises(LaunchError) as caught:
         tensor_map(*MAP)
     fields = "ptr=0x7f0000000010 dtype='bfloat16' dims=(64, 100, 9) strides_bytes=(1152, 128) box=(64, 64, 1)"
-    for part in re.split(
-        r" (?=[a-z])", f"{fields} swizzle='128b' l2_promotion='256b' cuTensorMapEncodeTiled"
-    ):
+    for part in (*re.split(r" (?=[a-z])", fields), "swizzle='128b'", "l2_promotion='256b'", "EncodeTiled"):
         assert part in str(caught.value)
     library.result = 0
     assert tensor_map(*MAP) == MAP_BYTES  # the failure was not remembered
 
 
 def test_tensor_map_arguments_are_checked(library: FakeLibrary) -> None:
-    for position, *values in (
-        (1, "int4"),
-        (2, (64, 100), ()),
-        (3, (1152,)),
-        (4, (64, 64)),
-        (5, "64b"),
-        (6, "64b"),
-    ):
+    wrong = (("int4",), ((64, 100), ()), ((1152,),), ((64, 64),), ("64b",), ("64b",))
+    for position, values in enumerate(wrong, 1):
         for value in values:
             with pytest.raises(ValueError, match="tensor_map"):
                 tensor_map(*MAP[:position], value, *MAP[position + 1 :])
