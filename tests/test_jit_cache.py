@@ -7,7 +7,6 @@ import functools
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -222,7 +221,7 @@ def test_a_killed_process_leaves_neither_lock_nor_entry(project: Project) -> Non
     while not (project.root / "compiling").exists():
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    worker.send_signal(signal.SIGKILL)
+    worker.kill()
     worker.communicate()
     start = time.monotonic()
     assert origin(project) == "compiled" and time.monotonic() - start < 20
