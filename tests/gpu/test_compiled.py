@@ -20,7 +20,7 @@ pytestmark = [
 
 
 def is_attention(operation: Operation) -> bool:
-    """Choose dense and flex attention and prefix prefill, forward; functions of Python as users write them."""
+    """Choose forward operations of dense, flex and prefix attention; functions of Python as users have them."""
     return operation.name.startswith(("mha", "prefix", "flex_traced")) and "backward" not in operation.name
 
 
