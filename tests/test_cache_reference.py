@@ -23,9 +23,11 @@ def bf16_values(shape: tuple[int, ...], seed: int = 0, scale: float = 1.0) -> np
 
 
 class TestNumbers:
-    def test_decode_e4m3(self) -> None:
-        want = ALL_CODES.view(E4M3).astype(np.float32)
-        got = reference.decode_e4m3(ALL_CODES)
+    @pytest.mark.parametrize("name", ("e4m3", "e5m2"))
+    def test_decode(self, name: str) -> None:
+        kind = {"e4m3": E4M3, "e5m2": ml_dtypes.float8_e5m2}[name]
+        want = ALL_CODES.view(kind).astype(np.float32)
+        got = getattr(reference, f"decode_{name}")(ALL_CODES)
         np.testing.assert_array_equal(got, want)
         np.testing.assert_array_equal(np.signbit(got)[want == 0], np.signbit(want)[want == 0])
 
