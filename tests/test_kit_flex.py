@@ -22,7 +22,6 @@ from kit.flex import (
     attended,
     check_flex,
     make_flex_inputs,
-    with_mask_mod,
 )
 from kit.flex import reference as forward
 from kit.flex_backward import (
@@ -35,7 +34,6 @@ from kit.flex_backward import (
     reference_backward,
 )
 from rawmla import reference
-from rawmla.flex.block_mask import BlockMask
 
 torch = pytest.importorskip("torch")
 from rawmla.flex.trace import trace  # noqa: E402
@@ -200,26 +198,6 @@ def test_the_reference_in_torch(case: FlexCase) -> None:
     inputs = make_flex_inputs(case, "cpu")
     for got, want in zip(forward(inputs), by_definition(inputs), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
-
-
-def test_the_reference_obeys_lists() -> None:
-    """Lists that do not agree with the mask, of fewer requests and heads, with garbage after their ends."""
-    inputs = make_flex_inputs(FlexCase(**{**SMALL, "b": 4}), "cpu")
-    mask = MASKS["random"](replace(SIZES, b=4, s_q=37, s_k=50))
-    draw = np.random.default_rng(5)
-    states = draw.integers(0, 3, (2, 2, 3, 2))
-    lists = []
-    for state in (1, 2):
-        counts = (states == state).sum(-1)
-        order = np.argsort(states != state, axis=-1, kind="stable")
-        order[np.arange(2) >= counts[..., None]] = 2**30
-        lists += [torch.from_numpy(x.astype(np.int32)) for x in (counts, order)]
-    given = BlockMask((37, 50), *lists, BLOCK_SIZE=(16, 32), mask_mod=mask.python)
-    inputs = replace(inputs, mask=mask, block_mask=given)
-    numbers = [x.double().numpy() for x in (inputs.q, inputs.k, inputs.v)]
-    want = reference.flex_attention(*numbers, None, with_mask_mod(given, mask.numpy()), return_lse=True)
-    for got, wanted_one in zip(forward(inputs), want, strict=False):
-        np.testing.assert_allclose(got.numpy(), wanted_one, rtol=1e-9, atol=1e-12)
 
 
 def by_autograd(inputs: FlexInputs, gradients: FlexGradients) -> list[Any]:
