@@ -274,12 +274,6 @@ def rounded(inputs: FlexInputs) -> tuple[Any, Any, Any]:
     return out.to(inputs.q.dtype), lse.float(), top.float()
 
 
-@pytest.mark.parametrize("case", (*CASES, *FP8_CASES), ids=name_of)
-def test_the_comparison_takes_rounded_results(case: FlexCase) -> None:
-    inputs = make_flex_inputs(case, "cpu")
-    check_flex(inputs, rounded(inputs), plain=True)
-
-
 @pytest.mark.parametrize("mask", ("", "lower half"))
 @pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
 def test_the_comparison_finds_what_is_wrong(dtype: str, mask: str) -> None:
@@ -291,6 +285,7 @@ def test_the_comparison_finds_what_is_wrong(dtype: str, mask: str) -> None:
         with pytest.raises(AssertionError, match=text):
             check_flex(inputs, results, plain=True)
 
+    check_flex(inputs, rounded(inputs), plain=True)
     fails("out are infinite", lambda out, lse, top: out[1, 2, 60].fill_(float("nan")))
     fails("L2 error of out", lambda out, lse, top: out.mul_(1.02))
     fails("L2 error of a row of out", lambda out, lse, top: out[0, 3, 61].mul_(1.02))
