@@ -20,7 +20,7 @@ pytestmark = [
 
 
 def is_attention(operation: Operation) -> bool:
-    """Choose forward operations of dense, flex and prefix attention; functions of Python as users have them."""
+    """Choose forward operations of dense, flex and prefix attention; functions as users write them."""
     return operation.name.startswith(("mha", "prefix", "flex_traced")) and "backward" not in operation.name
 
 
