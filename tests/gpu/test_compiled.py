@@ -20,7 +20,7 @@ pytestmark = [
 
 
 def is_attention(operation: Operation) -> bool:
-    """Choose dense and flex attention and prefix prefill, forward; functions of Python as users write them."""
+    """Choose dense and flex attention, the latter with functions of Python, and prefix prefill; forward."""
     return operation.name.startswith(("mha", "prefix", "flex_traced")) and "backward" not in operation.name
 
 
