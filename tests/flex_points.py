@@ -1,0 +1,165 @@
+"""Evaluates score and mask functions at single points, through the type that kernels have of them: on the GPU,
+and on the CPU with the emulator's headers in place of CUDA's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import struct
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from emulator.build import build_text, missing_reason
+
+from rawmla.flex.header import header
+from rawmla.flex.mods import Form, Mod, Number, Place, Reading, reading_of
+
+needs_host_compiler = pytest.mark.skipif(missing_reason() is not None, reason=str(missing_reason()))
+
+PROBE = """
+static_assert(sizeof(FUNCTION) == FUNCTION_BYTES);
+#if IS_BACKWARD
+static_assert(FUNCTION::kDerivativeIsOne == IS_ONE);
+static_assert(FUNCTION::kGradients == GRADIENTS && FUNCTION::kSites == SITES);
+struct Sink {
+    const FUNCTION& mod;
+    i64* places;
+    template <int kPlace> __device__ void add(i64 place, float value) {
+        places[kPlace] = place;
+        atomicAdd(mod.gradients[FUNCTION::kSite[kPlace].gradient] + place, value);
+    }
+};
+#endif
+extern "C" __global__ void probe(const FUNCTION* function, const float* scores, const int* at,
+                                 const float* grads, float* values, float* derivatives, i64* places) {
+    const int i = threadIdx.x;
+    const int b = at[4 * i], h = at[4 * i + 1], q = at[4 * i + 2], k = at[4 * i + 3];
+#if IS_MASK
+    values[i] = (*function)(b, h, q, k, 50, 50);
+#else
+    values[i] = (*function)(scores[i], b, h, q, k, 50, 50);
+#endif
+#if IS_BACKWARD
+    const auto both = function->value_and_derivative(scores[i], b, h, q, k, 50, 50);
+    values[i] = both.value, derivatives[i] = both.derivative;
+    Sink sink{*function, places + i * SITES};
+    function->captured_gradients(grads[i], scores[i], b, h, q, k, 50, 50, sink);
+#endif
+}
+"""
+ON_THE_CPU = """
+extern "C" void run(const FUNCTION* function, const float* scores, const int* at, const float* grads,
+                    float* values, float* derivatives, i64* places, int count) {
+    for (int i = 0; i < count; ++i) {
+        emulator::thread_index = {static_cast<unsigned>(i)};
+        probe(function, scores, at, grads, values, derivatives, places);
+    }
+}
+"""
+
+
+class Evaluated(NamedTuple):
+    """Results at each point; derivatives, places and gradients are those of a function with a backward."""
+
+    values: Any  # float64 [n]
+    derivatives: Any  # float64 [n]
+    places: Any  # int64 [n, sites]
+    gradients: dict[int, Any]  # by capture: the sums over all points, float32 of the capture's shape
+
+
+Launch = Callable[[str, dict[str, int], list[int], int], None]
+"""Runs `probe` of a text with macros, given the addresses of its arrays and the number of points."""
+
+
+def evaluate(
+    mod: Mod,
+    scores: Any,
+    at: Any,
+    grads: Any = None,
+    *,
+    is_mask: bool = False,
+    launch: Launch | None = None,
+    device: str = "cpu",
+) -> Evaluated:
+    """Evaluate a function at scores `[n]` and (b, h, q_idx, kv_idx) `[n, 4]`, where the result has the
+    gradients `[n]`; None: ones.
+    """
+    import torch
+
+    captured = [capture.array.detach().to(device) for capture in mod.captures]
+    with_gradient, sites = (mod.backward.gradients, mod.backward.sites) if mod.backward else ((), ())
+    gradients = {place: torch.zeros(captured[place].shape, device=device) for place in with_gradient}
+    places = [Place(x.data_ptr(), tuple(x.shape), x.stride()) for x in captured]
+    packed = pack(mod, places, [x.data_ptr() for x in gradients.values()])
+    count = len(scores)
+    arrays = [
+        torch.frombuffer(bytearray(packed), dtype=torch.uint8),
+        scores.float().contiguous(),
+        at.int().contiguous(),
+        torch.ones(count) if grads is None else grads.float().contiguous(),
+        torch.full((count,), float("nan")),
+        torch.full((count,), float("nan")),
+        torch.full((count, len(sites)), -1),
+    ]
+    arrays = [x.to(device) for x in arrays]
+    declared = header(None, mod) if is_mask else header(mod, None)
+    text = declared.replace("#pragma once", "") + PROBE.replace("FUNCTION", "MaskMod" if is_mask else "ScoreMod")
+    macros = {
+        "MaskMod_BYTES" if is_mask else "ScoreMod_BYTES": len(packed),
+        "IS_MASK": int(is_mask),
+        "IS_BACKWARD": int(mod.backward is not None),
+        "IS_ONE": int(mod.backward is not None and mod.backward.is_one),
+        "GRADIENTS": len(with_gradient),
+        "SITES": len(sites),
+    }
+    (launch or _on_the_cpu)(text, macros, [x.data_ptr() for x in arrays], count)
+    values, derivatives, found = (x.cpu() for x in arrays[4:])
+    summed = {place: x.cpu() for place, x in gradients.items()}
+    return Evaluated(values.double(), derivatives.double(), found, summed)
+
+
+def _on_the_cpu(text: str, macros: dict[str, int], addresses: list[int], count: int) -> None:
+    function = "MaskMod" if macros["IS_MASK"] else "ScoreMod"
+    library = built(text + ON_THE_CPU.replace("FUNCTION", function), **macros)
+    library.run(*[ctypes.c_void_p(address) for address in addresses], count)
+
+
+@functools.cache
+def built(text: str, **macros: int) -> ctypes.CDLL:
+    """The library of a C++ text with the emulator's headers, compiled once for all processes of a user."""
+    folder = Path(tempfile.gettempdir()) / f"rawmla-flex-points-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return build_text("points", text, folder, **macros)
+
+
+def pack(mod: Mod, places: Sequence[Place], gradients: Sequence[int] = ()) -> bytes:
+    """The bytes of a ScoreMod or MaskMod, given where its captures and their gradients are."""
+    frame, _, numbers = reading_of(mod)
+    packed = Form(frame.mod, places).pack([place.ptr for place in places], numbers)
+    return packed[: len(packed) - 8 * len(gradients)] + struct.pack(f"<{len(gradients)}Q", *gradients)
+
+
+def mod_of(reading: Reading) -> Mod:
+    """A function with the arrays and numbers that it reads in their places."""
+    frame, arrays, sources = reading
+    captures = [x._replace(array=array) for x, array in zip(frame.mod.captures, arrays, strict=True)]
+    numbers = [Number(y, x.is_integer) for x, y in zip(frame.mod.numbers, sources, strict=True)]
+    return frame.mod._replace(captures=tuple(captures), numbers=tuple(numbers))
+
+
+def wanted(function: Callable[..., Any], kind: str, scores: Any, at: Any) -> Any:
+    """What the function itself gives, one call after another; float64 `[n]`."""
+    import torch
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+
+    results = []
+    with TransformGetItemToIndex():
+        for score, indices in zip(scores, at.int(), strict=True):
+            result = function(score, *indices) if kind == "score_mod" else bool(function(*indices))
+            results.append(float(result))
+    return torch.tensor(results, dtype=torch.float64)
