@@ -22,7 +22,7 @@ from rawmla.flex.mods import Form, Mod, Number, Place, Reading, reading_of
 needs_host_compiler = pytest.mark.skipif(missing_reason() is not None, reason=str(missing_reason()))
 
 PROBE = """
-static_assert(sizeof(FUNCTION) == FUNCTION_BYTES);
+static_assert((sizeof(FUNCTION) + 7) / 8 * 8 == BYTES);
 #if IS_BACKWARD
 static_assert(FUNCTION::kDerivativeIsOne == IS_ONE);
 static_assert(FUNCTION::kGradients == GRADIENTS && FUNCTION::kSites == SITES);
@@ -110,7 +110,7 @@ def evaluate(
     declared = header(None, mod) if is_mask else header(mod, None)
     text = declared.replace("#pragma once", "") + PROBE.replace("FUNCTION", "MaskMod" if is_mask else "ScoreMod")
     macros = {
-        "MaskMod_BYTES" if is_mask else "ScoreMod_BYTES": len(packed),
+        "BYTES": len(packed),
         "IS_MASK": int(is_mask),
         "IS_BACKWARD": int(mod.backward is not None),
         "IS_ONE": int(mod.backward is not None and mod.backward.is_one),
