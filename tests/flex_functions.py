@@ -7,7 +7,9 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import torch
+import pytest
+
+torch = pytest.importorskip("torch")
 
 B, H, LENGTH = 2, 4, 50
 L = LENGTH
@@ -116,7 +118,7 @@ SCORE_MODS: dict[str, Callable[..., Any]] = {
     "int16": lambda s, b, h, q, k: s + (INT16[q] << 1) + INT16[k],
     "float64": lambda s, b, h, q, k: s + DOUBLE[k].float() * HALF[h].float(),
     "strides": lambda s, b, h, q, k: s + TRANSPOSED[h, q] + EVERY_OTHER[k],
-    "floor": lambda s, b, h, q, k: (q - k) // 3 * 1.0 + (q - k) // -7 + s,
+    "floor": lambda s, b, h, q, k: (q - k) // 3 * 1.0 + (q - k) // -7 + torch.floor_divide(s, -0.4),
     "remainder": lambda s, b, h, q, k: s + (q - k) % -5 + torch.remainder(s, 0.7) + torch.fmod(s, -0.3),
     "flags": lambda s, b, h, q, k: torch.where(FLAGS[q] & ~FLAGS[k], s, 0.0),
     "bits": lambda s, b, h, q, k: s + (q << 2) + (k >> 1) + (q ^ k) + (q & k | h) + ~q,
@@ -292,7 +294,9 @@ OF_THE_SCORE: dict[str, Callable[[Any], Any]] = {
     "fmod": lambda s: torch.fmod(s, 0.75) * s,
     "fmod by the score": lambda s: torch.fmod(torch.tensor(2.25), s + 0.125),
     "rounding": lambda s: s * (s.floor() + s.ceil() + s.round() + s.trunc()) + s.frac(),
-    "div with rounding": lambda s: s + torch.div(s, 0.25, rounding_mode="floor"),
+    "div with rounding": lambda s: (
+        s + torch.div(s, 0.25, rounding_mode="floor") + torch.div(s, 0.3, rounding_mode="trunc")
+    ),
     "sign": lambda s: s + torch.sign(s) + torch.sgn(s) * s,
     "comparisons": lambda s: s * (s > 0.5) + s * (s != 1) * (s <= 2) + (s == 3),
     "bool": lambda s: torch.where(torch.logical_not(torch.isnan(s)) & torch.isfinite(s), s, 0.0),

@@ -14,10 +14,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from cuda_probe import headers
 from emulator.build import build_text, missing_reason
 
 from rawmla.flex.header import header
 from rawmla.flex.mods import Form, Mod, Number, Place, Reading, reading_of
+from rawmla.jit import nvrtc
+from rawmla.jit.sources import SourceSet
 
 needs_host_compiler = pytest.mark.skipif(missing_reason() is not None, reason=str(missing_reason()))
 
@@ -36,7 +39,8 @@ struct Sink {
 };
 #endif
 extern "C" __global__ void probe(const FUNCTION* function, const float* scores, const int* at,
-                                 const float* grads, float* values, float* derivatives, i64* places) {
+                                 const float* grads, float* values, float* again, float* derivatives,
+                                 i64* places) {
     const int i = threadIdx.x;
     const int b = at[4 * i], h = at[4 * i + 1], q = at[4 * i + 2], k = at[4 * i + 3];
 #if IS_MASK
@@ -46,7 +50,7 @@ extern "C" __global__ void probe(const FUNCTION* function, const float* scores, 
 #endif
 #if IS_BACKWARD
     const auto both = function->value_and_derivative(scores[i], b, h, q, k, 50, 50);
-    values[i] = both.value, derivatives[i] = both.derivative;
+    again[i] = both.value, derivatives[i] = both.derivative;
     Sink sink{*function, places + i * SITES};
     function->captured_gradients(grads[i], scores[i], b, h, q, k, 50, 50, sink);
 #endif
@@ -54,25 +58,26 @@ extern "C" __global__ void probe(const FUNCTION* function, const float* scores, 
 """
 ON_THE_CPU = """
 extern "C" void run(const FUNCTION* function, const float* scores, const int* at, const float* grads,
-                    float* values, float* derivatives, i64* places, int count) {
+                    float* values, float* again, float* derivatives, i64* places, int count) {
     for (int i = 0; i < count; ++i) {
         emulator::thread_index = {static_cast<unsigned>(i)};
-        probe(function, scores, at, grads, values, derivatives, places);
+        probe(function, scores, at, grads, values, again, derivatives, places);
     }
 }
 """
 
 
 class Evaluated(NamedTuple):
-    """Results at each point; derivatives, places and gradients are those of a function with a backward."""
+    """Results at each point. All but the values are those of a function with a backward, else NaN."""
 
     values: Any  # float64 [n]
+    again: Any  # float64 [n]; the values that come with the derivatives
     derivatives: Any  # float64 [n]
     places: Any  # int64 [n, sites]
     gradients: dict[int, Any]  # by capture: the sums over all points, float32 of the capture's shape
 
 
-Launch = Callable[[str, dict[str, int], list[int], int], None]
+Launch = Callable[[str, dict[str, int], list[int], int], object]
 """Runs `probe` of a text with macros, given the addresses of its arrays and the number of points."""
 
 
@@ -102,13 +107,12 @@ def evaluate(
         scores.float().contiguous(),
         at.int().contiguous(),
         torch.ones(count) if grads is None else grads.float().contiguous(),
-        torch.full((count,), float("nan")),
-        torch.full((count,), float("nan")),
+        *[torch.full((count,), float("nan")) for _ in range(3)],
         torch.full((count, len(sites)), -1),
     ]
     arrays = [x.to(device) for x in arrays]
     declared = header(None, mod) if is_mask else header(mod, None)
-    text = declared.replace("#pragma once", "") + PROBE.replace("FUNCTION", "MaskMod" if is_mask else "ScoreMod")
+    probe = PROBE.replace("FUNCTION", "MaskMod" if is_mask else "ScoreMod")
     macros = {
         "BYTES": len(packed),
         "IS_MASK": int(is_mask),
@@ -117,10 +121,20 @@ def evaluate(
         "GRADIENTS": len(with_gradient),
         "SITES": len(sites),
     }
-    (launch or _on_the_cpu)(text, macros, [x.data_ptr() for x in arrays], count)
-    values, derivatives, found = (x.cpu() for x in arrays[4:])
+    (launch or _on_the_cpu)(
+        declared.replace("#pragma once", "") + probe, macros, [x.data_ptr() for x in arrays], count
+    )
+    *results, found = (x.cpu() for x in arrays[4:])
     summed = {place: x.cpu() for place, x in gradients.items()}
-    return Evaluated(values.double(), derivatives.double(), found, summed)
+    return Evaluated(*[x.double() for x in results], found, summed)
+
+
+def compile_alone(text: str, macros: dict[str, int], addresses: Any = (), count: int = 0) -> str:
+    """Compile as for the GPU, and run nothing. Returns the compiler's log."""
+    options = ("-arch=sm_90a", "-std=c++20", *(f"-D{name}={value}" for name, value in macros.items()))
+    result = nvrtc.compile_source(SourceSet("probe.cu", text.encode(), headers()), options)
+    assert result.cubin is not None, result.log
+    return result.log
 
 
 def _on_the_cpu(text: str, macros: dict[str, int], addresses: list[int], count: int) -> None:
