@@ -1,5 +1,5 @@
-"""Evaluates score and mask functions at single points, through the type that kernels have of them: on the GPU,
-and on the CPU with the emulator's headers in place of CUDA's.
+"""Evaluates score and mask functions at single points, through their types in kernels: on the GPU, and on the
+CPU with the emulator's headers instead of CUDA's.
 """
 
 from __future__ import annotations
@@ -177,3 +177,18 @@ def wanted(function: Callable[..., Any], kind: str, scores: Any, at: Any) -> Any
             result = function(score, *indices) if kind == "score_mod" else bool(function(*indices))
             results.append(float(result))
     return torch.tensor(results, dtype=torch.float64)
+
+
+def apply(name: str, *arguments: Any) -> Any:
+    """Apply a function of mods.cuh of one or two floats to the elements of float32 tensors."""
+    import torch
+
+    text = f"""#include "flex/mods.cuh"
+extern "C" void run(const float* x, const float* y, float* out, int n) {{
+    for (int i = 0; i < n; ++i) out[i] = {name}({", ".join(("x[i]", "y[i]")[: len(arguments)])});
+}}
+"""
+    held = [x.contiguous() for x in arguments]
+    out = torch.empty_like(held[0])
+    built(text).run(*[ctypes.c_void_p(x.data_ptr()) for x in (held[0], held[-1], out)], out.numel())
+    return out

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 
-from host_mods import pack
+from flex_points import pack
 from kernel_params import SPARSE_DECODE, family
 
 from rawmla.flex.functions import header_of, within_blocks

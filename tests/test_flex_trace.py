@@ -376,7 +376,12 @@ def test_in_threads() -> None:
 
 @pytest.mark.parametrize(
     "context",
-    (torch.no_grad, torch.inference_mode, torch.enable_grad, torch.autograd.detect_anomaly),
+    (
+        torch.no_grad,
+        torch.inference_mode,
+        torch.enable_grad,
+        functools.partial(torch.autograd.set_detect_anomaly, True),
+    ),
 )
 @pytest.mark.parametrize("device", ("cpu", "cuda", "meta"))
 def test_the_text_does_not_depend_on(context: Callable[[], Any], device: str) -> None:
@@ -385,7 +390,13 @@ def test_the_text_does_not_depend_on(context: Callable[[], Any], device: str) ->
     mod = lambda s, b, h, q, k: torch.tanh(s) * q * table[q]  # noqa: E731
     want = both(lambda s, b, h, q, k: torch.tanh(s) * q * table[q])
     with context():
+        mode = torch.is_grad_enabled(), torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
         got = both(mod, device)
+        assert mode == (
+            torch.is_grad_enabled(),
+            torch.is_anomaly_enabled(),
+            torch.is_anomaly_check_nan_enabled(),
+        )
     assert (got.text, got.backward) == (want.text, want.backward) and len(got.backward.sites) == 1
 
 

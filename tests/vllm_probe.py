@@ -18,7 +18,6 @@ from typing import Any
 sys.path[:0] = [str(Path(__file__).resolve().parents[1] / name) for name in ("tests", "tests/gpu")]
 
 import torch  # noqa: E402
-
 from contracts import record as record_contracts  # noqa: E402
 
 IMPORTERS = (  # what imports FlashMLA's names, in vLLM 0.33.0
