@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import ctypes
 from collections import defaultdict
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 from cuda_probe import source
-from host_mods import compiled, needs_host_compiler
+from flex_points import built, needs_host_compiler
 
 from rawmla.kernels.block_mask import RANKS_SPEC
 
@@ -20,24 +21,12 @@ pytestmark = needs_host_compiler
 ROWS = 64  # query tokens of a step
 BEHIND = 6  # steps that the thread that adds dQ may be behind the one that copies
 
-_BEFORE = """
-#define __device__
-#define __forceinline__ inline
-#define __global__
-#define __grid_constant__
-#define __launch_bounds__(n)
-using u32 = unsigned int;
-using i64 = long long;
+_WALK = """
+#include "common/types.cuh"
 enum { kEmpty = 0 };
 constexpr int kBlockRows = 64;
-inline int min_int(int a, int b) { return a < b ? a : b; }
-inline int ceil_div(int a, int b) { return (a + b - 1) / b; }
-struct Dim { int x; };
-"""
-_WALK = """
 template <int kCount> struct Tile { enum { kRows = kCount, kBytes = 16 }; };
 using BlockRows = Tile<kBlockRows>;
-using u64 = unsigned long long;
 struct TensorMap {};
 struct Function { enum { kIsThere = 1 }; };
 using ScoreMod = Function;
@@ -126,6 +115,7 @@ extern "C" int walk(const Params* params, const KeyTile* tile, int tile_keys, in
 """
 _RANK = """
 extern "C" void rank(const Params* params) {
+    gridDim = {1, 1, 1};
     for (threadIdx.x = 0; threadIdx.x < kThreads; ++threadIdx.x) block_mask_ranks(*params);
 }
 """
@@ -157,13 +147,13 @@ def _walking() -> ctypes.CDLL:
     lists = lists[lists.index("constexpr bool kTrims") : lists.index("// A warp: clears the rows")]
     first = listed.index("template <class KeyRows, class Plan>\nclass AddedBlocks")
     added = listed[first : listed.index("// A thread's keys are")]
-    return compiled(f"{_BEFORE}{_WALK}{lists}{added}constexpr int kBehind = {BEHIND};{_CALLS}")
+    return built(f"{_WALK}{lists}{added}constexpr int kBehind = {BEHIND};{_CALLS}")
 
 
 def _ranking() -> ctypes.CDLL:
     _, _, text = source("kernels/block_mask_ranks.cu").partition('block_states.cuh"')
-    before = f"#define THREADS {RANKS_SPEC.threads}\nstatic Dim threadIdx{{0}}, blockIdx{{0}}, gridDim{{1}};"
-    return compiled(_BEFORE + before + text + _RANK)
+    before = '#include "common/types.cuh"\nenum { kEmpty = 0 };\n'
+    return built(before + text + _RANK, THREADS=RANKS_SPEC.threads)
 
 
 class Case(NamedTuple):
@@ -277,9 +267,7 @@ def tiles_of(case: Case, tile_keys: int) -> list[tuple[int, int, int]]:
     ]
 
 
-@pytest.mark.parametrize("by_block", (False, True), ids=("by head", "by block"))
-@pytest.mark.parametrize("ascending", (True, False))
-@pytest.mark.parametrize("tile_keys", (64, 128))
+@pytest.mark.parametrize(("tile_keys", "ascending", "by_block"), product((64, 128), *[(False, True)] * 2))
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_listed_blocks(case: Case, tile_keys: int, ascending: bool, by_block: bool) -> None:
     """Each once, of every request and head that reads the keys, partial and full ones together, from the last

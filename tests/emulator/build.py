@@ -54,10 +54,13 @@ def build_kernel(spec: KernelSpec, folder: Path, root: Path | None = None) -> ct
     """
     machine = _build_machine(folder)
     files = rewritten(sources.collect(root or sources.find_source_root(), spec.name, spec.headers))
-    # The entry, with its parameter struct by value as the kernel has it.
-    files["entry.cpp"] = f"""#include "kernel_text.h"
-#include "kernels/{spec.name}.cu"
-template <class Params>
+    files["entry.cpp"] = f'#include "kernel_text.h"\n#include "kernels/{spec.name}.cu"\n{entry_of(spec.name)}'
+    return _build_on(machine, spec.name, files, "entry.cpp", folder, dict(spec.macros))
+
+
+def entry_of(kernel: str) -> str:
+    """The functions by which `Emulator.run` calls a kernel; its parameter struct is passed by value."""
+    return f"""template <class Params>
 int bytes_of(void (*)(Params)) {{
     return sizeof(Params);
 }}
@@ -65,16 +68,16 @@ template <class Params>
 void call(void (*kernel)(Params), const void* params) {{
     kernel(*static_cast<const Params*>(params));
 }}
-extern "C" int emulator_param_bytes() {{ return bytes_of({spec.name}); }}
-extern "C" void emulator_entry(const void* params) {{ call({spec.name}, params); }}
+extern "C" int emulator_param_bytes() {{ return bytes_of({kernel}); }}
+extern "C" void emulator_entry(const void* params) {{ call({kernel}, params); }}
 """
-    return _build_on(machine, spec.name, files, "entry.cpp", folder, dict(spec.macros))
 
 
 def build_text(name: str, text: str, folder: Path, **macros: int) -> ctypes.CDLL:
     """Build the library of a C++ text that includes headers of rawmla.
 
-    Its functions run outside of a launch: they may set `emulator::thread_index`, and cannot wait.
+    Functions that run outside of a launch may set `emulator::thread_index`, and cannot wait. With `entry_of`
+    in the text, a kernel in it can be launched.
     """
     root, headers = sources.find_source_root(), {}
     pending = [text]
