@@ -97,7 +97,7 @@ def _build_on(
     defines = [f"-D{key}={value}" for key, value in macros.items()]
     # CUDA's int and float overloads, unused variables and the like are nvcc's to judge. The machine brings
     # the libraries: to look through them takes the linker longer than all the rest.
-    flags = ["-O0", "-w", "-nostdlib", *defines, "-I", str(CUDA)]
+    flags = ["-O0", "-w", "-nostdlib", "-fno-exceptions", *defines, "-I", str(CUDA)]
     flags += [str(machine), f"-Wl,-rpath,{folder.resolve()}"]
     return ctypes.CDLL(str(build_library(name, files, [main], flags, folder)))
 
