@@ -240,10 +240,10 @@ def _with_attribute(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
 
 
 def _with_default(s: Any, b: Any, h: Any, q: Any, k: Any, scale: Any = 2.0) -> Any:
-    return s * (scale[0] if isinstance(scale, tuple) else scale)
+    return s * scale
 
 
-class Callable_:
+class Called:
     """An object that is called."""
 
     scale = 2.0
@@ -260,7 +260,7 @@ HERE = sys.modules[__name__]
 MODULE = types.ModuleType("settings")
 TABLE = torch.randn(50)
 TABLE.grad = torch.randn(50)
-OBJECT = Callable_()
+OBJECT = Called()
 BESIDE_CONTENTS = (
     *(OwnDict(), OwnList(), OwnFloat(), OwnStr(), OwnPartial(abs)),
     *(torch.zeros(3), torch.nn.Parameter(torch.zeros(3)), functools.partial(abs)),

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cuda_probe import headers
-from host_mods import pack
+from flex_points import pack
 
 from rawmla.flex.header import HEADER_NAME, header
 from rawmla.flex.mods import NO_BYTES, Capture, CudaMod, Mod, Number, Place
