@@ -17,7 +17,7 @@ import pytest
 from cuda_probe import headers
 from emulator.build import build_text, missing_reason
 
-from rawmla.flex.header import header
+from rawmla.flex.header import HEADER_NAME, header
 from rawmla.flex.mods import Form, Mod, Number, Place, Reading, reading_of
 from rawmla.jit import nvrtc
 from rawmla.jit.sources import SourceSet
@@ -129,12 +129,19 @@ def evaluate(
     return Evaluated(*[x.double() for x in results], found, summed)
 
 
-def compile_alone(text: str, macros: dict[str, int], addresses: Any = (), count: int = 0) -> str:
-    """Compile as for the GPU, and run nothing. Returns the compiler's log."""
+def compile_alone(text: str, macros: dict[str, int], addresses: Any = (), count: int = 0) -> None:
+    """Compile as for the GPU, and run nothing."""
+    compile_for_the_gpu(text, macros)
+
+
+def compile_for_the_gpu(text: str, macros: dict[str, int], mods: str = "") -> None:
+    """Compile a text, which may include a header of functions by its name in kernels; raise AssertionError
+    with the compiler's log where it has an error.
+    """
     options = ("-arch=sm_90a", "-std=c++20", *(f"-D{name}={value}" for name, value in macros.items()))
-    result = nvrtc.compile_source(SourceSet("probe.cu", text.encode(), headers()), options)
+    sources = SourceSet("probe.cu", text.encode(), (*headers(), (HEADER_NAME, mods.encode())))
+    result = nvrtc.compile_source(sources, options)
     assert result.cubin is not None, result.log
-    return result.log
 
 
 def _on_the_cpu(text: str, macros: dict[str, int], addresses: list[int], count: int) -> None:
