@@ -97,18 +97,10 @@ def _by_two_names(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
 
 
 SCORE_MODS: dict[str, Callable[..., Any]] = {
-    "twice": lambda s, b, h, q, k: 2 * s,
     "indices": lambda s, b, h, q, k: q * 1.5 - k + b,
-    "bias": lambda s, b, h, q, k: s + BIAS[h, q, k] * 2,
-    "partly chained": lambda s, b, h, q, k: s + BIAS[h, q][k],
-    "alibi": lambda s, b, h, q, k: s + SLOPES[h].float() * (k - q),
-    "dilated": lambda s, b, h, q, k: torch.where((q - k) % 7 == 0, s, s - 1),
-    "distance": lambda s, b, h, q, k: s - (PLACES[q] - PLACES[k]).square().sum(),
-    "clamped table": lambda s, b, h, q, k: s + TABLE[torch.clamp(k - q, -31, 32) + 31],
+    "bias": lambda s, b, h, q, k: s + BIAS[h, q][k] * 2 + SLOPES[h].float() * (k - q),
     "offsets": lambda s, b, h, q, k: s + TABLE[OFFSETS[b, h]] * (q - k) / math.sqrt(3),
     "gate": lambda s, b, h, q, k: s * ALPHA + torch.sigmoid(SQUARE[h % 4].sum()),
-    "silu": lambda s, b, h, q, k: F.silu(s) + torch.exp(-(q - k).abs().float()),
-    "blocks": lambda s, b, h, q, k: torch.where(q // 2 == k // 2, s, -float("inf")),
     "0-d": lambda s, b, h, q, k: s + (THREE * q).to(s.dtype),
     "fresh tensor": lambda s, b, h, q, k: torch.maximum(s, torch.tensor(0.5)),
     "ends": lambda s, b, h, q, k: s + TABLE[-1] + TABLE[3:7].mean(),
@@ -215,8 +207,6 @@ def _straight_through(s: Any) -> Any:
 
 
 OF_THE_SCORE: dict[str, Callable[[Any], Any]] = {
-    "add": lambda s: s + 2,
-    "sub": lambda s: s - 2,
     "rsub": lambda s: torch.rsub(s, 2, alpha=3),
     "mul": lambda s: 2 * s * s,
     "div": lambda s: s / 3 + 3 / s,
@@ -228,7 +218,6 @@ OF_THE_SCORE: dict[str, Callable[[Any], Any]] = {
     "pow 1": lambda s: s**1,
     "pow 2": lambda s: s**2,
     "pow 3": lambda s: s**3,
-    "pow 4": lambda s: s**4,
     "pow 5": lambda s: s**5,
     "pow -1": lambda s: s**-1,
     "pow -2": lambda s: s**-2,
@@ -288,7 +277,6 @@ OF_THE_SCORE: dict[str, Callable[[Any], Any]] = {
     "where": lambda s: torch.where(s > 0.5, s * s, -s) + torch.where(s >= 1, s, 0.0),
     "where with a hidden NaN": lambda s: torch.where(s > 0, torch.log(s), -INFINITY),
     "where with a hidden infinity": lambda s: torch.where(s > 0, 1 / s, s),
-    "causal": lambda s: torch.where(s > 1, s, -INFINITY),
     "masked_fill": lambda s: (s * s).masked_fill(s < 0.5, -1.0) + (3 * s).masked_fill_(s > 1, 0.0),
     "remainder": lambda s: torch.remainder(s, 0.75) * s + s % -0.5,
     "fmod": lambda s: torch.fmod(s, 0.75) * s,
@@ -303,7 +291,6 @@ OF_THE_SCORE: dict[str, Callable[[Any], Any]] = {
     "detach": lambda s: s * s.detach() + s.detach(),
     "no_grad": _straight_through,
     "copies": lambda s: s.to(torch.float64).float().clone() + torch.zeros_like(s) + torch.full_like(s, 2.0),
-    "softcap": lambda s: 2 * torch.tanh(s / 2),
     "used often": lambda s: s * torch.sigmoid(s) + torch.tanh(s) ** 2 - s.exp() * s.cos(),
 }
 

@@ -146,17 +146,12 @@ def test_gradients() -> None:
     assert bool((names["q"].grad == DQ).all()) and bool((names["table"].grad == FIRST_CAPTURE).all())
 
 
-def test_text_of_causal() -> None:
-    """The text that the page shows."""
+def test_shown_results() -> None:
+    """The text of a function, and the picture of a mask, that the page shows."""
     names, _ = on_the_cpu("causal")
     from rawmla.flex.trace import trace
 
     text = trace(names["causal"], "mask_mod").text
-    assert "\n".join(f"    {line}" for line in text.splitlines()) in PAGE
-
-
-def test_picture() -> None:
-    """The picture that the page shows."""
-    pytest.importorskip("torch.nn.attention.flex_attention")
     picture = str(create_block_mask(lambda b, h, q, k: q >= k, None, None, 512, 512))
-    assert "\n".join(f"    {line}" for line in picture.splitlines()) in PAGE
+    for shown in (text, picture):
+        assert "\n".join(f"    {line}" for line in shown.splitlines()) in PAGE
