@@ -72,14 +72,15 @@ def test_mask_mod(name: str) -> None:
 
 
 @needs_host_compiler
-def test_indices_wrap_and_stay_inside() -> None:
-    """Negative ones count from the end; the others outside read the first or last element, whose gradient
-    they add to.
+@pytest.mark.parametrize(("first", "end"), ((0, 10), (2, 8)))
+def test_indices_wrap_and_stay_inside(first: int, end: int) -> None:
+    """Negative ones count from the end, also of a slice; the others outside read the first or last element,
+    whose gradient they add to.
     """
-    table, (_, at) = torch.arange(10.0, requires_grad=True), points()
-    got = evaluate(both(lambda s, b, h, q, k: table[q - 30]), torch.zeros(100), at, GRADS)
+    table, (_, at), size = torch.arange(10.0, requires_grad=True), points(), end - first
+    got = evaluate(both(lambda s, b, h, q, k: table[first:end][q - 30]), torch.zeros(100), at, GRADS)
     places = at[:, 2] - 30
-    places = torch.where(places < 0, places + 10, places).clamp(0, 9)
+    places = torch.where(places < 0, places + size, places).clamp(0, size - 1) + first
     assert_close(got.values, table[places])
     assert_close(got.gradients[0], torch.zeros(10).index_add(0, places, GRADS))
 
