@@ -167,7 +167,5 @@ def emulator(emulator_folder: Path) -> Iterator[Emulator]:
     if reason is not None:
         pytest.skip(reason)
     pytest.importorskip("torch")
-    from emulator.cases import running_on
-
-    with running_on(Emulator(emulator_folder)) as device:
+    with Emulator(emulator_folder).installed() as device:
         yield device

@@ -29,6 +29,13 @@ static_assert((sizeof(FUNCTION) + 7) / 8 * 8 == BYTES);
 #if IS_BACKWARD
 static_assert(FUNCTION::kDerivativeIsOne == IS_ONE);
 static_assert(FUNCTION::kGradients == GRADIENTS && FUNCTION::kSites == SITES);
+constexpr int sites_of(bool by_kv) {
+    int bits = 0;
+    for (int i = 0; i < SITES; ++i)
+        bits |= (by_kv ? FUNCTION::kSite[i].by_kv : FUNCTION::kSite[i].by_q) << i;
+    return bits;
+}
+static_assert(sites_of(false) == BY_Q && sites_of(true) == BY_KV);
 struct Sink {
     const FUNCTION& mod;
     i64* places;
@@ -120,6 +127,8 @@ def evaluate(
         "IS_ONE": int(mod.backward is not None and mod.backward.is_one),
         "GRADIENTS": len(with_gradient),
         "SITES": len(sites),
+        "BY_Q": sum(site.by_q << i for i, site in enumerate(sites)),
+        "BY_KV": sum(site.by_kv << i for i, site in enumerate(sites)),
     }
     (launch or _on_the_cpu)(
         declared.replace("#pragma once", "") + probe, macros, [x.data_ptr() for x in arrays], count

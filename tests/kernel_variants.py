@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import itertools
 
-from flex_points import pack
 from kernel_params import SPARSE_DECODE, family
 
 from rawmla.flex.functions import header_of, within_blocks
-from rawmla.flex.mods import NO_BYTES, Backward, Capture, CudaMod, Frame, Mod, Number, Place, Reading, Site
+from rawmla.flex.mods import Backward, Capture, CudaMod, Frame, Mod, Number, Reading, Site
 from rawmla.jit import KernelSpec
 from rawmla.kernels import all_specs, block_mask, mha_backward_variants, mha_forward_variants
 from rawmla.kernels.flex_captured import IN_ANY_ORDER, IN_DIGITS, IN_UNITS, LARGEST, captured_spec
@@ -72,29 +71,21 @@ BIAS = Mod(
     (Number(0.5, False),),
 )
 ALIBI = CudaMod("score - slope * (q_idx - kv_idx)", {"slope": 0.5}, grad="grad").mod(backward=True)
-SOFTCAP = CudaMod(
-    "cap * torch_tanh(score / cap)",
-    {"cap": 20.0},
-    grad="const float t = torch_tanh(score / cap); return grad * (1.0f - t * t);",
-).mod(backward=True)
+DERIVATIVE = "const float t = torch_tanh(score / cap); return grad * (1.0f - t * t);"
+SOFTCAP = CudaMod("cap * torch_tanh(score / cap)", {"cap": 20.0}, grad=DERIVATIVE).mod(backward=True)
 
 
 def reading(indices: str, value: str, site: Site, rank: int) -> Mod:
     """A score function that adds what it reads, or multiplies by it, and whose capture needs a gradient."""
     is_factor = "score" in value
+    read = f"mod.t0({indices})"
+    derivative = f"score * {read}, {read}" if is_factor else f"score + {read}, 1.0f"
+    add = f"gradient_sink.template add<0>(mod.t0.place({indices}), {value});"
     return Mod(
-        f"return score {'*' if is_factor else '+'} mod.t0({indices});",
+        f"return score {'*' if is_factor else '+'} {read};",
         (Capture(None, "float32", rank, "kSmallRows"),),
         (),
-        Backward(
-            f"return {{score * mod.t0({indices}), mod.t0({indices})}};"
-            if is_factor
-            else f"return {{score + mod.t0({indices}), 1.0f}};",
-            not is_factor,
-            f"gradient_sink.template add<0>(mod.t0.place({indices}), {value});",
-            (0,),
-            (site,),
-        ),
+        Backward(f"return {{{derivative}}};", not is_factor, add, (0,), (site,)),
     )
 
 
@@ -145,13 +136,6 @@ def gradient_spec(
     return mha_backward_variants.flex_spec(dtype, *dims, forms_of(*dims)[form], header, needed)
 
 
-def size_of(mod: Mod | None) -> int:
-    """Bytes of a function's parameters."""
-    if mod is None:
-        return len(NO_BYTES)
-    return len(pack(mod, [Place(0, (1,) * one.rank, (1,) * one.rank) for one in mod.captures]))
-
-
 HALF_TILES: dict[KernelSpec, KernelSpec] = {}
 """By a variant of d 192/128 the one with half the tile, which calls take where the first one spills."""
 FLEX: dict[str, KernelSpec] = {
@@ -160,17 +144,9 @@ FLEX: dict[str, KernelSpec] = {
     "flex references 128": references_spec("bfloat16", 128, 128, header_of(SOFTCAP, DOCUMENTS)),
     "flex references 256": references_spec("bfloat16", 256, 64, header_of(SOFTCAP, DOCUMENTS)),
 }
-for dims in FLEX_DIMS:
-    for dtype, functions, max_scores in (
-        ("bfloat16", "neither", False),
-        ("float16", "neither", True),
-        ("bfloat16", "mask", True),
-        ("float16", "mask", False),
-        ("bfloat16", "score", False),
-        ("float16", "score", True),
-        ("bfloat16", "both", False),
-        ("bfloat16", "both", True),
-    ):
+for dims, functions in itertools.product(FLEX_DIMS, ("neither", "mask", "score", "both")):
+    dtypes = ("bfloat16", "bfloat16" if functions == "both" else "float16")
+    for dtype, max_scores in zip(dtypes, (functions == "mask", functions != "mask"), strict=True):
         spec = forward_spec(dtype, dims, functions, max_scores)
         FLEX[f"flex {dtype} {dims} {functions}{' max' * max_scores}"] = spec
         if dims == (192, 128):

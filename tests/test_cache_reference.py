@@ -8,7 +8,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from kit import torch_reference
 from rawmla import reference
+
+torch = pytest.importorskip("torch")
 
 BF16 = ml_dtypes.bfloat16
 E4M3 = ml_dtypes.float8_e4m3fn
@@ -23,9 +26,11 @@ def bf16_values(shape: tuple[int, ...], seed: int = 0, scale: float = 1.0) -> np
 
 
 class TestNumbers:
-    def test_decode_e4m3(self) -> None:
-        want = ALL_CODES.view(E4M3).astype(np.float32)
-        got = reference.decode_e4m3(ALL_CODES)
+    @pytest.mark.parametrize("name", ("e4m3", "e5m2"))
+    def test_decode(self, name: str) -> None:
+        kind = {"e4m3": E4M3, "e5m2": ml_dtypes.float8_e5m2}[name]
+        want = ALL_CODES.view(kind).astype(np.float32)
+        got = getattr(reference, f"decode_{name}")(ALL_CODES)
         np.testing.assert_array_equal(got, want)
         np.testing.assert_array_equal(np.signbit(got)[want == 0], np.signbit(want)[want == 0])
 
@@ -123,7 +128,6 @@ class TestQuantising:
 
     @pytest.mark.parametrize("layout", LAYOUTS)
     def test_torch(self, layout: str) -> None:
-        torch = pytest.importorskip("torch")
         k_cache = bf16_values((3, 5, 1, COLUMNS[layout]), scale=20)
         tensor = torch.from_numpy(k_cache.view(np.int16)).view(torch.bfloat16)
         want = reference.quantize_k_cache(k_cache, layout)
@@ -190,7 +194,6 @@ class TestWritingAndGathering:
 
     def test_torch(self, kind: str) -> None:
         """Written and gathered in place, as in NumPy; other elements stay."""
-        torch = pytest.importorskip("torch")
 
         def tensor(array: np.ndarray) -> Any:
             shared = torch.from_numpy(array.view(np.int16) if array.dtype == BF16 else array)
@@ -232,7 +235,6 @@ class TestIndices:
         assert counts.tolist() == [[2, 1], [0, 0], [0, 0]]
 
     def test_torch_and_out(self) -> None:
-        torch = pytest.importorskip("torch")
         indices = torch.tensor([[0, 9, 30], [19, -1, 20]], dtype=torch.int32)
         table = torch.from_numpy(self.TABLE.astype(np.int32))
         slots, counts = reference.convert_indices(indices, table, 10, compact=True)
@@ -244,38 +246,39 @@ class TestIndices:
             reference.convert_indices(indices.long(), table, 10)
 
 
-def attention(q: np.ndarray, k: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """out `[b, s_q, h_q, 512]` and lse `[b, h_q, s_q]` of keys that all rows share."""
-    scores = np.einsum("bshd,td->bsht", q, k)
-    if not len(k):
-        return np.full((*q.shape[:3], 512), np.nan), np.full((len(q), q.shape[2], q.shape[1]), np.inf)
-    top = scores.max(-1, keepdims=True)
-    weights = np.exp(scores - top)
-    total = weights.sum(-1, keepdims=True)
-    lse = (top + np.log(total))[..., 0]
-    return (weights / total) @ k[:, :512], lse.transpose(0, 2, 1)
+# A shape, and how many parts.
+MERGED = (((2, 3, 5, 512), 1), ((2, 3, 5, 512), 4), ((7, 2, 512), 40))
 
 
 class TestMerging:
-    @pytest.mark.parametrize("parts", (1, 2, 7, 40))
-    def test_parts_make_the_whole(self, parts: int) -> None:
+    def test_parts_make_the_whole(self) -> None:
+        draw = np.random.default_rng(0)
+        q, k, v = (draw.standard_normal((2, n, 5, 512)) for n in (3, 200, 200))
+        cuts = (0, 1, 50, 130)  # the first part is empty
+        parts = [np.split(x, cuts, axis=1) for x in (k, v)]
+        states = [reference.flash_attn_func(q, *part) for part in zip(*parts, strict=True)]
+        merged = reference.merge_attn_states(*zip(*states, strict=True))
+        for got, want in zip(merged, reference.flash_attn_func(q, k, v), strict=True):
+            np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-13)
+
+    @pytest.mark.parametrize(("shape", "parts"), MERGED, ids=str)
+    def test_against_torch(self, shape: tuple[int, ...], parts: int) -> None:
+        """Parts without keys hold NaN; some rows have no keys in any part."""
         draw = np.random.default_rng(parts)
-        q, k = draw.standard_normal((2, 3, 5, 512)), draw.standard_normal((200, 512)) * 0.2
-        cuts = np.sort(draw.integers(0, 201, parts - 1))
-        states = [attention(q, piece) for piece in np.split(k, cuts)]
-        out, lse = reference.merge_attn_states(*zip(*states, strict=True))
-        want_out, want_lse = attention(q, k)
-        np.testing.assert_allclose(out, want_out, rtol=1e-12, atol=1e-13)
-        np.testing.assert_allclose(lse, want_lse, rtol=1e-12)
+        outs = draw.standard_normal((parts, *shape))
+        lses = draw.standard_normal((parts, *shape[:-1])) * 4
+        for part, lse in enumerate(lses):
+            lse.reshape(-1)[part::3] = np.inf if part % 2 else -np.inf
+            lse.reshape(-1)[0] = np.inf
+        outs[np.isinf(lses)] = np.nan
+        if len(shape) == 4:
+            lses = lses.swapaxes(2, 3)
+        want = reference.merge_attn_states(outs, lses)
+        tensors = [[torch.from_numpy(x.copy()) for x in part] for part in (outs, lses)]
+        for one, other in zip(torch_reference.merge_attn_states(*tensors), want, strict=True):
+            np.testing.assert_allclose(one.numpy(), other, rtol=1e-12, atol=1e-12)
 
-    def test_empty(self) -> None:
-        outs: list[Any] = [np.full((2, 1, 512), np.nan), np.ones((2, 1, 512))]
-        out, lse = reference.merge_attn_states(outs, [np.full((2, 1), np.inf), np.array([[-np.inf], [3.0]])])
-        assert (out[0] == 0).all() and (out[1] == 1).all()
-        assert lse.tolist() == [[np.inf], [3.0]]
-
-    def test_torch_and_out(self) -> None:
-        torch = pytest.importorskip("torch")
+    def test_tensors_and_out(self) -> None:
         draw = np.random.default_rng(0)
         outs, lses = draw.standard_normal((3, 2, 3, 5, 512)), draw.standard_normal((3, 2, 5, 3))
         tensors = [torch.from_numpy(x).half() for x in outs], [torch.from_numpy(x).float() for x in lses]

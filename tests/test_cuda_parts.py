@@ -5,10 +5,11 @@ Each is compiled in a kernel of its own: the PTX has its instruction, and ptxas 
 
 from __future__ import annotations
 
+import itertools
 import re
 
 import pytest
-from cuda_probe import assemble, assert_in_header, headers
+from cuda_probe import assemble, headers
 from full_cases import full_unless
 
 from rawmla.jit import nvrtc
@@ -29,85 +30,42 @@ def kernel(includes: tuple[str, ...], parameters: str, body: str, name: str = "p
 # TMA
 
 
+LOAD = "cp.async.bulk.tensor.{}d.shared::cluster.global.mbarrier::complete_tx::bytes"
+TMA = {
+    "tma_load_{}d(64, &map, 8, ": f"{LOAD}.L2::cache_hint",
+    "tma_load_{}d_multicast(64, &map, 8, 3, ": f"{LOAD}.multicast::cluster.L2::cache_hint",
+    "tma_prefetch_{}d(&map, ": "cp.async.bulk.prefetch.tensor.{}d.L2.global.tile",
+    "tma_store_{}d(&map, 64, ": "cp.async.bulk.tensor.{}d.global.shared::cta.bulk_group",
+}
+"""Calls up to the coordinates, and their instructions."""
+
+
 @pytest.mark.parametrize("dims", (2, 3, 4, 5))
-@pytest.mark.parametrize(
-    ("function", "arguments", "instruction"),
-    [
-        (
-            "tma_load_{}d",
-            "64, &map, 8",
-            "cp.async.bulk.tensor.{}d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint",
-        ),
-        (
-            "tma_load_{}d_multicast",
-            "64, &map, 8, 3",
-            "cp.async.bulk.tensor.{}d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
-            ".L2::cache_hint",
-        ),
-        ("tma_prefetch_{}d", "&map", "cp.async.bulk.prefetch.tensor.{}d.L2.global.tile"),
-        ("tma_store_{}d", "&map, 64", "cp.async.bulk.tensor.{}d.global.shared::cta.bulk_group"),
-    ],
-    ids=("load", "load_multicast", "prefetch", "store"),
-)
-def test_tma(dims: int, function: str, arguments: str, instruction: str) -> None:
-    """Each coordinate comes once, in order, behind what the instruction has before."""
-    given = ", ".join(COORDINATES[:dims])
-    ptx = assemble(
-        kernel(
-            ("ptx/tma.cuh",),
-            "const __grid_constant__ TensorMap map",
-            f"{function.format(dims)}({arguments}, {given}); bulk_commit_group(); bulk_wait_group<0>();",
-        )
-    )
-    name = re.escape(instruction.format(dims))
+@pytest.mark.parametrize("call", TMA)
+def test_tma(dims: int, call: str) -> None:
+    """Each coordinate comes once, in order, after what the instruction has before."""
+    body = f"{call.format(dims)}{', '.join(COORDINATES[:dims])}); bulk_commit_group(); bulk_wait_group<0>();"
+    ptx = assemble(kernel(("ptx/tma.cuh",), "const __grid_constant__ TensorMap map", body))
+    name = re.escape(TMA[call].format(dims))
     found = re.search(rf"{name} (?:\[[^\]]*\], )?\[%rd\d+, \{{([^}}]*)\}}\]", ptx)
     assert found, ptx
     registers = found[1].split(", ")
-    assert len(set(registers)) == dims
-    ids = {"%ctaid.x": "x", "%ctaid.y": "y", "%ctaid.z": "z"}
-    values: dict[str, str] = {}
-    for target, source in re.findall(r"mov\.u32\s+(%r\d+), (%ctaid\.[xyz]);", ptx):
-        values[target] = ids[source]
-    for target, source in re.findall(r"add\.s32\s+(%r\d+), (%r\d+), 1;", ptx):
-        values[target] = f"{values[source]} + 1"
+    values = {target: axis for target, axis in re.findall(r"mov\.u32\s+(%r\d+), %ctaid\.([xyz]);", ptx)}
+    for target, given in re.findall(r"add\.s32\s+(%r\d+), (%r\d+), 1;", ptx):
+        values[target] = f"{values[given]} + 1"
     assert [values[register] for register in registers] == list(COORDINATES[:dims])
-
-
-def test_bulk_reduction_and_groups() -> None:
-    ptx = assemble(
-        kernel(
-            ("ptx/tma.cuh",),
-            "float* sums",
-            "bulk_reduce_add_f32(sums, 64, 256); bulk_commit_group(); bulk_wait_group_read<1>();"
-            " bulk_wait_group<0>();",
-        )
-    )
-    instructions = (
-        "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32",
-        "cp.async.bulk.commit_group",
-        "cp.async.bulk.wait_group.read 1",
-        "cp.async.bulk.wait_group 0",
-    )
-    places = [ptx.index(instruction) for instruction in instructions]
-    assert places == sorted(places)
 
 
 def test_headers_leave_no_macros() -> None:
     """tma.cuh and wgmma.cuh in both orders, without a word from the compiler; no macro of theirs remains."""
     root = find_source_root()
     for names in (("tma", "wgmma"), ("wgmma", "tma")):
-        macros = {
-            macro
-            for name in names
-            for macro in re.findall(r"#define (RAWMLA_\w+)", (root / f"ptx/{name}.cuh").read_text())
-        }
+        texts = [(root / f"ptx/{name}.cuh").read_text() for name in names]
+        macros = sorted(set(re.findall(r"#define (RAWMLA_\w+)", "".join(texts))))
         assert len(macros) > 70
-        left = "".join(f"\n#ifdef {macro}\n#error {macro} is left\n#endif" for macro in sorted(macros))
-        sources = SourceSet(
-            "probe.cu",
-            "".join(f'#include "ptx/{name}.cuh"\n' for name in names).encode() + left.encode(),
-            headers(),
-        )
+        text = "".join(f'#include "ptx/{name}.cuh"\n' for name in names)
+        text += "".join(f"\n#ifdef {macro}\n#error {macro} is left\n#endif" for macro in macros)
+        sources = SourceSet("probe.cu", text.encode(), headers())
         result = nvrtc.compile_source(sources, ("-arch=sm_90a", "-std=c++20"))
         assert result.status == "NVRTC_SUCCESS" and not result.log.strip("\0\n "), result.log
 
@@ -132,13 +90,6 @@ def product(name: str, n: int, call: str) -> str:
     )
 
 
-def wgmma_of(ptx: str) -> tuple[str, list[str], str, list[str]]:
-    """The one wgmma of a PTX text: its name, accumulators, A, and what follows B."""
-    (found,) = re.findall(r"(wgmma\.mma_async\S+) \{([^}]*)\}, (\{[^}]*\}|%rd\d+), %rd\d+, p, (.*);", ptx)
-    name, accumulators, a, rest = found
-    return name, accumulators.split(", "), a, rest.split(", ")
-
-
 @pytest.mark.parametrize(
     "widths", full_unless(lambda widths: len(widths) == 4, (range(64, 257, 64), range(8, 257, 8))), ids=len
 )
@@ -146,44 +97,28 @@ def test_wgmma_of_every_width(widths: range) -> None:
     """All accumulators, each once and in the order in which they are stored. One source: headers take longer
     than kernels.
     """
-    of_descriptors, of_registers = ((0, 1, "bf16"), (1, 0, "f16")), (0, 1)
-    codes = {"bf16": "Dtype::kBf16", "f16": "Dtype::kF16"}
+    kinds = {  # dtype, what A is, majors of A and B
+        "ss_{}_0": ("bf16", "desc_a", "0", "1"),
+        "ss_{}_1": ("f16", "desc_a", "1", "0"),
+        "rs_{}_0": ("bf16", "a", "0"),
+        "rs_{}_1": ("bf16", "a", "1"),
+    }
     kernels = []
-    for n in widths:
-        for a_major, b_major, dtype in of_descriptors:
-            template = f"wgmma_ss<{codes[dtype]}, {MAJORS[a_major]}, {MAJORS[b_major]}>"
-            kernels.append(product(f"ss_{n}_{dtype}", n, f"{template}(d, desc_a, desc_b, x > 0);"))
-        for b_major in of_registers:
-            template = f"wgmma_rs<Dtype::kBf16, {MAJORS[b_major]}>"
-            kernels.append(product(f"rs_{n}_{b_major}", n, f"{template}(d, a, desc_b, x > 0);"))
+    for n, (kind, (dtype, a, *majors)) in itertools.product(widths, kinds.items()):
+        given = [{"bf16": "Dtype::kBf16", "f16": "Dtype::kF16"}[dtype], *[MAJORS[int(one)] for one in majors]]
+        kernels.append(
+            product(kind.format(n), n, f"wgmma_{kind[:2]}<{', '.join(given)}>(d, {a}, desc_b, x > 0);")
+        )
     ptx = dict(re.findall(r"\.visible \.entry (\w+)\((.*?)\n}", assemble("".join(kernels)), re.DOTALL))
     assert len(ptx) == len(kernels) == 4 * len(widths)
-    for n in widths:
-        for a_major, b_major, dtype in of_descriptors:
-            name, accumulators, a, rest = wgmma_of(ptx[f"ss_{n}_{dtype}"])
-            assert name == f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{dtype}.{dtype}"
-            assert len(set(accumulators)) == n // 2 and a.startswith("%rd")
-            assert rest == ["1", "1", str(a_major), str(b_major)]
-            numbers = [int(register[2:]) for register in accumulators]
-            assert numbers == sorted(numbers)
-        for b_major in of_registers:
-            name, accumulators, a, rest = wgmma_of(ptx[f"rs_{n}_{b_major}"])
-            assert name == f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.bf16.bf16"
-            assert len(set(accumulators)) == n // 2 and len(set(a[1:-1].split(", "))) == 4
-            assert rest == ["1", "1", str(b_major)]
-
-
-# mla/
-
-
-def test_visible_keys() -> None:
-    """The last query token sees every key; without a causal mask all of them do."""
-    conditions = []
-    for seqlen, s_q in ((5, 3), (3, 3), (2, 3), (100, 1)):
-        conditions += [f"visible_keys({seqlen}, {s_q}, {s_q - 1}, true) == {seqlen}"]
-        conditions += [f"visible_keys({seqlen}, {s_q}, 0, true) == {seqlen - s_q + 1}"]
-        conditions += [f"visible_keys({seqlen}, {s_q}, {token}, false) == {seqlen}" for token in range(s_q)]
-    assert_in_header("mla/masks.cuh", conditions, constexpr=("visible_keys",))
+    for n, (kind, (dtype, a, *majors)) in itertools.product(widths, kinds.items()):
+        pattern = r"(wgmma\.mma_async\S+) \{([^}]*)\}, (\{[^}]*\}|%rd\d+), %rd\d+, p, (.*);"
+        ((name, accumulators, found, rest),) = re.findall(pattern, ptx[kind.format(n)])
+        assert name == f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{dtype}.{dtype}"
+        numbers = [int(register[2:]) for register in accumulators.split(", ")]
+        assert len(set(numbers)) == n // 2 and (kind[:2] == "rs" or numbers == sorted(numbers))
+        assert len({*found[1:-1].split(", ")}) == 4 if a == "a" else found.startswith("%rd")
+        assert rest.split(", ") == ["1", "1", *majors]
 
 
 def test_lines_fit_the_column_limit() -> None:

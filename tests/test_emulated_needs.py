@@ -8,10 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from full_cases import full_unless
-from test_flex_backward_sanitizer import CASES as FLEX_CASES
-from test_mha_backward_sanitizer import CASES as MHA_CASES
 
+from kit.flex_backward import make_flex_backward_inputs
 from kit.mha import MhaCase, make_mha_inputs
+from operations import dense_backward
+from operations import flex_backward as flex_backward_calls
+from operations.dense import SMALL as RAGGED
+from operations.flex_backward import SMALL_CASES
 from rawmla.flex import backward as flex_backward
 from rawmla.kernels.mha_backward_variants import ALL, Needs, specs
 
@@ -33,14 +36,17 @@ OF_192: dict[str, Any] = {"d_qk": 192, "d_v": 128}
 OF_256: dict[str, Any] = {"d_qk": 256, "d_v": 256}
 SMALL: dict[str, Any] = {"b": 1, "s_q": 150, "s_k": 200, "h_q": 2, "h_kv": 1}
 MHA = (
-    *[MHA_CASES[i] for i in (2, 3, 4, 7)],
+    (MhaCase(b=1, s_q=150, s_k=40, h_q=4, h_kv=2, causal=True, sink="infinite"), "both"),
+    (MhaCase(**SMALL, window=(30, 5), layout="slice", d_qk=64, d_v=64), "out"),
+    (MhaCase(**SMALL, softcap=15.0, alibi="heads", d_qk=64, d_v=64), "both"),
+    (MhaCase(**RAGGED, q_used=(2, 0, 1, 100), k_used=(3, 0, 0, 141), rows_around=70, layout="slice"), "lse"),
     (MhaCase(**SMALL, causal=True, d_qk=128, d_v=128, softcap=15.0, sink="float32"), "both"),
     (MhaCase(**SMALL, **OF_192, causal=True, sink="float32"), "out"),
     (MhaCase(**SMALL, **OF_192, window=(60, 10), softcap=15.0), "lse"),
     (MhaCase(**SMALL, **OF_256, causal=True, sink="float32"), "both"),
     (MhaCase(**SMALL, **OF_256, softcap=15.0, dtype="float16"), "out"),
 )
-FLEX = tuple(FLEX_CASES[i] for i in (0, 1, 2, 3, 7))
+FLEX = tuple((one.forward, one.of, one.deterministic) for one in (*SMALL_CASES[:4], SMALL_CASES[7]))
 
 
 def name_of(needs: Needs) -> str:
@@ -67,11 +73,9 @@ def assert_near(one: Any, wanted: Any) -> None:
 @parts
 @pytest.mark.parametrize("number", range(len(MHA)), ids=lambda i: "-".join([MHA[i][0].id, MHA[i][1]]))
 def test_dense_attention(emulator: Emulator, number: int, part: str) -> None:
-    from emulator import cases
-
     case, of = MHA[number]
     deterministic = number % 2 == 1
-    calls = cases.mha_backward_calls
+    calls = dense_backward
     call = calls.backward_inputs(make_mha_inputs(case, "cpu"), of)
     function, arguments, keywords = calls.function_and_arguments(call, deterministic=deterministic)
     fixed = call.inputs.cu_seqlens_q is None
@@ -100,11 +104,8 @@ def test_dense_attention(emulator: Emulator, number: int, part: str) -> None:
 @parts
 @pytest.mark.parametrize("number", range(len(FLEX)), ids=lambda i: "-".join([FLEX[i][0].id, FLEX[i][1]]))
 def test_flex_attention(emulator: Emulator, number: int, part: str) -> None:
-    from emulator import cases
-
     case, of, deterministic = FLEX[number]
-    calls = cases.flex_backward_calls
-    call = calls.backward_inputs(case, of, calls.make_flex_backward_inputs(case, "cpu"))
+    call = flex_backward_calls.backward_inputs(case, of, make_flex_backward_inputs(case, "cpu"))
     inputs, given = call.inputs, call.gradients
     keywords = inputs.keywords("python")
     arrays = flex_backward.Arrays(

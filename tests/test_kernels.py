@@ -20,15 +20,11 @@ from cuda_probe import (
 from full_cases import full_unless
 from kernel_params import SPARSE_DECODE, family
 from kernel_variants import (
-    BY_KEY,
     BY_QUERY,
     CAUSAL,
-    DOCUMENTS,
     DTYPES,
     FLAGS,
     FLEX,
-    FORWARD,
-    GRADIENTS,
     GRID,
     NEEDS,
     QUICK,
@@ -36,9 +32,7 @@ from kernel_variants import (
     VARIANTS,
     forward_spec,
     gradient_spec,
-    size_of,
 )
-from test_params import conditions_of, has_members
 
 import rawmla
 from kit import plans
@@ -48,7 +42,6 @@ from rawmla.flex.mods import CudaMod, reading_of
 from rawmla.jit import KernelSpec
 from rawmla.jit.builder import Builder
 from rawmla.jit.cache import DiskCache
-from rawmla.jit.params import ParamStruct
 from rawmla.jit.sources import find_source_root
 from rawmla.jit.spec import MAX_SMEM_BYTES
 from rawmla.kernels import (
@@ -56,9 +49,7 @@ from rawmla.kernels import (
     common,
     default_specs,
     flex_captured,
-    mha_backward,
     mha_backward_variants,
-    mha_forward,
     mha_forward_variants,
     mla_cache_rows,
     mla_cache_write,
@@ -78,8 +69,11 @@ def test_variants() -> None:
     assert len(set(SPECS)) == len(SPECS) and set(default_specs()) < set(SPECS)
     assert not any(prefill for _, prefill in map(family, default_specs()))
     for arguments in (
-        *(("v32", 512, 16), ("model1", 576, 16), ("bf16", 576, 8)),
-        *(("v32", 576, 4), ("fp8", 576, 16)),
+        ("v32", 512, 16),
+        ("model1", 576, 16),
+        ("bf16", 576, 8),
+        ("v32", 576, 4),
+        ("fp8", 576, 16),
     ):
         with pytest.raises(ValueError, match="^sparse decode: expected"):
             mla_sparse.spec(*arguments)
@@ -264,37 +258,6 @@ def constants() -> Iterator[tuple[KernelSpec, list[str]]]:
 )
 def test_constants(spec: KernelSpec, conditions: list[str]) -> None:
     assert_in_kernel(spec, conditions)
-
-
-def sizes(functions: kernel_variants.Functions) -> tuple[int, int]:
-    return size_of(functions[0]), size_of(functions[1])
-
-
-FLEX_STRUCTS: dict[str, tuple[KernelSpec, ParamStruct]] = {
-    f"forward, {name}": (forward_spec("bfloat16", (64, 64), name), mha_forward.params_of(sizes(functions)))
-    for name, functions in FORWARD.items()
-}
-for name, (_, mask) in FORWARD.items():
-    states = block_mask.states_spec(header_of(None, mask))
-    FLEX_STRUCTS[f"states, {name}"] = (states, block_mask.states_params(size_of(mask)))
-for dims, name in (*(((64, 64), name) for name in GRADIENTS), ((256, 256), "softcap, documents")):
-    declared = mha_backward.params_of(sizes(GRADIENTS[name]))
-    FLEX_STRUCTS[f"backward {dims}, {name}"] = (gradient_spec(dims, name), declared)
-FLEX_STRUCTS["captured"] = (
-    captured_spec("bfloat16", 64, 64, IN_ANY_ORDER, header_of(BY_KEY, DOCUMENTS)),
-    mha_backward.params_of(sizes((BY_KEY, DOCUMENTS))),
-)
-"""tests/test_params.py has the structs of kernels without functions."""
-
-
-@pytest.mark.parametrize("name", FLEX_STRUCTS)
-def test_cpp_has_the_same_members(name: str) -> None:
-    spec, declared = FLEX_STRUCTS[name]
-    count = len(declared.members)
-    conditions = [f"sizeof(Params) == {declared.size}", f"Has{count}<Params> && !Has{count + 1}<Params>"]
-    for member in declared.members:
-        conditions += conditions_of(member.name, member.type, member.length, member.offset)
-    assert_in_kernel(spec, conditions, has_members(count) + has_members(count + 1))
 
 
 # ---- forms of dense attention's backward

@@ -7,8 +7,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import ml_dtypes
+import numpy as np
 import pytest
 
+from kit.generators import on_numpy
 from kit.mha import MhaCase, MhaInputs, check_mha, covered_rows, make_mha_inputs
 from kit.mha import reference as torch_reference
 from kit.mha_backward import (
@@ -288,32 +291,64 @@ PREFIX_CASES = (
         **SMALL, block_size=8, pack=4, kv_cache_dtype="fp8_e5m2", bytes_dtype="uint8", own_cached=True,
         sinks="float32", out_scale=0.01,
     ),
-    PrefixCase(**SMALL, kv_cache_dtype="fp8_e4m3", bytes_dtype="int8", out_scale=0.02, device_scales=True),
+    PrefixCase(**SMALL, kv_cache_dtype="fp8_e4m3", bytes_dtype="int8", out_scale=0.001, device_scales=True),
+    PrefixCase(**SMALL, block_size=4, x=2, pack=4, window=1, sinks="float32"),
+    PrefixCase(**SMALL, block_size=3, pack=1, window=100, table="pointers", kv_cache_dtype="fp8_e5m2"),
     PrefixCase(query_lengths=(6, 4, 2), contexts=(-2, -4, 0), d=24, own_cached=True),
     PrefixCase(query_lengths=(6, 4, 2), contexts=(-2, -4, 5), d=24, block_size=4, window=3),
     PrefixCase(**SMALL, room=40, block_size=4, sm_scale=0.4, uniform=1e-3),
 )  # fmt: skip
 
 
-def prefix_by_definition(inputs: PrefixInputs) -> Any:
-    """The NumPy reference's o, which it rounds to the dtype of o; 7 where it is not written."""
-    case = inputs.case
-    o = torch.full(inputs.q.shape, 7, dtype=inputs.q.dtype if case.out_scale is None else torch.uint8)
-    return reference.context_attention_fwd(**inputs.keywords(o))
+def on_host(inputs: PrefixInputs) -> PrefixInputs:
+    """The same with NumPy arrays: float64, and bytes."""
+    bytes_of = {
+        name: x.view(torch.uint8)
+        for name in ("k_cache", "v_cache")
+        if (x := getattr(inputs, name)).element_size() == 1
+    }
+    host = on_numpy(replace(inputs, **bytes_of))
+    if bytes_of and inputs.case.bytes_dtype == "float8":
+        kind = getattr(ml_dtypes, str(inputs.k_cache.dtype).removeprefix("torch."))
+        host = replace(host, k_cache=host.k_cache.view(kind), v_cache=host.v_cache.view(kind))
+    if inputs.case.table == "pointers":
+        first, step = inputs.k_cache.data_ptr(), inputs.k_cache.stride(0) * inputs.k_cache.element_size()
+        moved = (host.b_loc - first) // step * host.k_cache.strides[0] + host.k_cache.ctypes.data
+        is_address = (host.b_loc > 0) & (host.b_loc != GARBAGE["pointers"])
+        host = replace(host, b_loc=np.where(is_address, moved, host.b_loc))
+    return host
 
 
 @pytest.mark.parametrize("case", PREFIX_CASES, ids=name_of)
 def test_the_reference_of_prefixes(case: PrefixCase) -> None:
-    """Rounded, it has the bits of the definition, and it writes the same rows."""
+    """It gives what the definition gives of NumPy arrays, and rounded the bits of the one of tensors. All
+    write the same rows.
+    """
     inputs = make_prefix_inputs(case, "cpu")
-    got, want = prefix_reference(inputs), prefix_by_definition(inputs)
-    rows = written_rows(inputs)
-    assert bool(got[rows].isfinite().all()) and got[rows].numel()
-    rounded = got.to(want.dtype) if case.out_scale is None else encode_out(got / float(inputs.out_scale))
-    assert torch.equal(rounded[rows], want[rows])
-    others = torch.ones(len(want), dtype=torch.bool)
+    got, rows = prefix_reference(inputs), written_rows(inputs)
+    others = torch.ones(len(got), dtype=torch.bool)
     others[rows] = False
-    assert bool(got[others].isnan().all()) and bool((want[others] == 7).all())
+    assert bool(got[rows].isfinite().all()) and got[rows].numel() and bool(got[others].isnan().all())
+    in_bytes = case.out_scale is not None
+    o = torch.full(inputs.q.shape, 7, dtype=torch.uint8 if in_bytes else inputs.q.dtype)
+    want = reference.context_attention_fwd(**inputs.keywords(o))
+    rounded = encode_out(got / float(inputs.out_scale)) if in_bytes else got.to(want.dtype)
+    assert want is o and torch.equal(rounded[rows], want[rows])
+    exact = np.full(inputs.q.shape, 7, np.uint8 if in_bytes else np.float64)
+    reference.context_attention_fwd(**on_host(inputs).keywords(exact))
+    wanted = rounded if in_bytes else got
+    np.testing.assert_allclose(exact[rows], wanted[rows].numpy(), rtol=1e-9, atol=1e-12)
+    assert bool((want[others] == 7).all()) and (exact[others.numpy()] == 7).all()
+
+
+def test_windows_that_are_off() -> None:
+    inputs = on_host(make_prefix_inputs(PREFIX_CASES[0], "cpu"))
+    found = []
+    for off in (None, 0, -1):
+        o = np.zeros(inputs.q.shape)
+        found.append(reference.context_attention_fwd(**inputs.keywords(o) | {"sliding_window": off}))
+    np.testing.assert_array_equal(found[0], found[1])
+    np.testing.assert_array_equal(found[0], found[2])
 
 
 @pytest.mark.parametrize("case", PREFIX_CASES, ids=name_of)
@@ -349,16 +384,11 @@ def rounded_prefix(inputs: PrefixInputs) -> Any:
     return encode_out(want / float(inputs.out_scale))
 
 
-@pytest.mark.parametrize("case", PREFIX_CASES[:-1], ids=name_of)  # the last is below float16's numbers
-def test_the_comparison_takes_rounded_prefixes(case: PrefixCase) -> None:
-    inputs = make_prefix_inputs(case, "cpu")
-    check_prefix(inputs, rounded_prefix(inputs))
-
-
 @pytest.mark.parametrize("part", (1 << 24, 100))
 def test_the_comparison_finds_wrong_prefixes(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kit.compare.PART_ELEMENTS", part)
     inputs = make_prefix_inputs(PrefixCase(**{**SMALL, "d": 64}), "cpu")
+    check_prefix(inputs, rounded_prefix(inputs))
 
     def fails(text: str, change: Any) -> None:
         o = rounded_prefix(inputs)

@@ -1,4 +1,4 @@
-"""`rawmla.reference` of MLA against formulas written in other ways; its surface, and its plans."""
+"""`rawmla.reference` of MLA against the reference in torch; its surface, and its plans."""
 
 import functools
 import inspect
@@ -8,12 +8,19 @@ import sys
 from dataclasses import replace
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 
 import rawmla
-from kit import DenseCase, DenseInputs, SparseCase, SparseInputs, make_dense_inputs, make_sparse_inputs
+from kit import (
+    DenseCase,
+    DenseInputs,
+    SparseCase,
+    SparseInputs,
+    make_dense_inputs,
+    make_sparse_inputs,
+    torch_reference,
+)
 from kit.generators import on_numpy
 from rawmla import reference
 from rawmla.reference import _arrays
@@ -23,13 +30,30 @@ torch = pytest.importorskip("torch")
 Arrays = tuple[np.ndarray, ...]
 
 
+@pytest.fixture(params=(3 * 33 * 520, 1 << 28))
+def _chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reference in torch works in parts, and at once."""
+    monkeypatch.setattr(torch_reference, "CHUNK_ELEMENTS", request.param)
+
+
+def check(exact: Any, of_arrays: Any, of_tensors: Any, dtypes: tuple[Any, ...]) -> None:
+    """Results of NumPy arrays are exact, and those of tensors are the same, rounded to the dtypes that the
+    GPU function returns.
+    """
+    for want, one, other, dtype in zip(exact, of_arrays, of_tensors, dtypes, strict=True):
+        assert one.dtype == np.float64 and other.dtype == dtype
+        np.testing.assert_allclose(one, want.numpy(), rtol=1e-10, atol=1e-13)
+        assert torch.equal(other, torch.from_numpy(one).to(dtype))
+
+
 # ---- dense decoding
 
-CASES = (
+DENSE_CASES = (
     DenseCase(b=3, s_q=1, h_q=4, lengths=(5, 70, 17), page_block_size=16),
     DenseCase(b=4, s_q=3, h_q=6, h_kv=2, lengths=(1, 2, 64, 65), causal=True, d_qk=512),
     DenseCase(b=3, s_q=4, h_q=3, lengths=(0, 3, 40), causal=True, sharp=True, dtype="float16"),
     DenseCase(b=5, s_q=2, h_q=8, h_kv=8, s_k=90, varlen=True, zero_lengths=True, block_gap=5, table_gap=2),
+    DenseCase(b=3, s_q=2, h_q=5, lengths=(0, 0, 0), causal=True),
 )
 
 
@@ -41,37 +65,16 @@ def decode(inputs: DenseInputs, **kwargs: Any) -> Arrays:
     )
 
 
-def by_einsum(inputs: DenseInputs, scale: float) -> Arrays:
-    """All requests at once: padded keys, an additive mask, products in another order."""
-    case = inputs.case
-    width = max(*inputs.lengths, 1)
-    keys = np.zeros((case.b, width, case.h_kv, case.d_qk))
-    for i, length in enumerate(inputs.lengths):
-        pages = [inputs.k_cache[p] for p in inputs.block_table[i, : -(-length // case.page_block_size)]]
-        if length:
-            keys[i, :length] = np.concatenate(pages)[:length].astype(np.float64)
-    keys = np.repeat(keys, case.h_q // case.h_kv, axis=2)  # [b, width, h_q, d_qk]
-    positions = np.arange(width)[None, None]
-    lengths = np.array(inputs.lengths)[:, None, None]
-    ends = lengths - (case.s_q - 1 - np.arange(case.s_q)[None, :, None]) if case.causal else lengths
-    mask = np.where(positions < ends, 0.0, -np.inf) * np.ones((1, case.s_q, 1))
-    scores = np.einsum("bthd,bshd->bhst", keys, inputs.q.astype(np.float64) * scale) + mask[:, None]
-    lse = np.logaddexp.reduce(scores, axis=-1)
-    with np.errstate(invalid="ignore"):
-        weights = np.nan_to_num(np.exp(scores - lse[..., None]), nan=0.0)
-    out = np.einsum("bhst,bthd->bshd", weights, keys[..., :512])
-    return out, np.where(np.isneginf(lse), np.inf, lse)
-
-
+@pytest.mark.usefixtures("_chunks")
 @pytest.mark.parametrize("scale", (None, 0.3))
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_against_einsum(case: DenseCase, scale: float | None) -> None:
-    inputs = make_dense_inputs(case, "numpy")
-    out, lse = decode(inputs, softmax_scale=scale)
-    want_out, want_lse = by_einsum(inputs, case.d_qk**-0.5 if scale is None else scale)
-    assert out.dtype == lse.dtype == np.float64
-    np.testing.assert_allclose(out, want_out, rtol=1e-11, atol=1e-13)
-    np.testing.assert_allclose(lse, want_lse, rtol=1e-11)
+@pytest.mark.parametrize("case", DENSE_CASES, ids=lambda case: case.id)
+def test_dense(case: DenseCase, scale: float | None) -> None:
+    given = make_dense_inputs(case, "torch", "cpu")
+    exact = torch_reference.flash_mla_with_kvcache(
+        given.q, given.k_cache, given.block_table, given.cache_seqlens, scale, case.causal
+    )
+    host, tensors = (decode(x, softmax_scale=scale) for x in (on_numpy(given), given))
+    check(exact, host, tensors, (given.q.dtype, torch.float32))
 
 
 def test_large_scores_do_not_overflow() -> None:
@@ -84,8 +87,8 @@ def test_large_scores_do_not_overflow() -> None:
 
 
 def test_what_does_not_matter() -> None:
-    """A plan, strides, and whether out is given."""
-    inputs = make_dense_inputs(CASES[0], "numpy")
+    """A plan, strides, and whether out is given, which may be a view."""
+    inputs = make_dense_inputs(DENSE_CASES[0], "numpy")
     want = decode(inputs)
     plan = {"tile_scheduler_metadata": np.zeros((3, 8), np.int32), "num_splits": np.zeros(4, np.int32)}
     given = np.full((3, 1, 4, 512), np.nan, dtype=np.float32)
@@ -95,6 +98,15 @@ def test_what_does_not_matter() -> None:
         np.testing.assert_array_equal(one, other)
         np.testing.assert_allclose(turned, other, rtol=1e-12, atol=1e-15)
     np.testing.assert_array_equal(given, want[0].astype(np.float32))
+    tensors = make_dense_inputs(DENSE_CASES[0], "torch", "cpu")
+    buffer = torch.zeros(3, 1, 7, 512, dtype=torch.bfloat16)
+    target = buffer[:, :, 1:-2]
+    metadata, _ = reference.get_mla_metadata()
+    assert decode(tensors, tile_scheduler_metadata=metadata, out=target)[0] is target
+    assert torch.equal(target, torch.from_numpy(want[0]).bfloat16()) and not buffer[:, :, 0].any()
+    assert metadata.tile_scheduler_metadata.dtype == torch.int32
+    rows, splits = reference.get_mla_metadata(tensors.cache_seqlens, 4, 1)
+    assert rows.dtype == splits.dtype == torch.int32
 
 
 def test_a_tensor_with_the_negative_bit() -> None:
@@ -104,37 +116,16 @@ def test_a_tensor_with_the_negative_bit() -> None:
     np.testing.assert_array_equal(read.values, -numbers.numpy())
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_torch_tensors(case: DenseCase) -> None:
-    """Results are those of NumPy, rounded to the dtypes that the GPU function returns."""
-    given = make_dense_inputs(case, "torch", "cpu")
-    rows, splits = reference.get_mla_metadata(
-        given.cache_seqlens, case.s_q * case.h_q // case.h_kv, case.h_kv
-    )
-    assert rows.dtype == splits.dtype == torch.int32
-    arrays = (given.q, given.k_cache, given.block_table, given.cache_seqlens, 512)
-    out, lse = reference.flash_mla_with_kvcache(*arrays, rows, splits, causal=case.causal)
-    want_out, want_lse = (torch.from_numpy(x) for x in decode(on_numpy(given)))
-    assert torch.equal(out, want_out.to(given.q.dtype)) and torch.equal(lse, want_lse.float())
+# ---- sparse decoding and prefill
 
-    buffer = torch.zeros(case.b, case.s_q, case.h_q + 3, 512, dtype=given.q.dtype)
-    target = buffer[:, :, 1:-2]
-    metadata, _ = reference.get_mla_metadata()
-    again, _ = reference.flash_mla_with_kvcache(*arrays, metadata, causal=case.causal, out=target)
-    assert again is target and torch.equal(buffer[:, :, 1:-2], out) and not buffer[:, :, 0].any()
-    assert metadata.tile_scheduler_metadata.dtype == torch.int32
-
-
-# ---- sparse decoding
-
-SPARSE_SHAPE: dict[str, Any] = {"b": 3, "s_q": 2, "h_q": 5, "s_k": 40, "topk": 33, "page_block_size": 7}
+SHAPE: dict[str, Any] = {"b": 3, "s_q": 2, "h_q": 5, "s_k": 40, "topk": 33, "page_block_size": 7}
 SPARSE_CASES = (
-    SparseCase(**SPARSE_SHAPE),
-    SparseCase(**SPARSE_SHAPE, layout="model1", block_gap=1, sharp=True),
-    SparseCase(**SPARSE_SHAPE, layout="bf16", d_qk=576, lengths="random", index_gap=3, empty_rows=0.3),
-    SparseCase(**SPARSE_SHAPE, layout="bf16", d_qk=512, sink=True, lengths=(0, -4, 100)),
+    SparseCase(**SHAPE),
+    SparseCase(**SHAPE, layout="model1", block_gap=1, sharp=True),
+    SparseCase(**SHAPE, layout="bf16", d_qk=576, lengths="random", index_gap=3, empty_rows=0.3),
+    SparseCase(**SHAPE, layout="bf16", d_qk=512, sink=True, lengths=(0, -4, 100)),
     SparseCase(
-        **SPARSE_SHAPE,
+        **SHAPE,
         layout="model1",
         sink=True,
         lengths="random",
@@ -145,8 +136,9 @@ SPARSE_CASES = (
         empty_rows=0.3,
         poison="inf",
     ),
-    SparseCase(**SPARSE_SHAPE, extra_topk=65, sink=True, block_gap=2, poison_slot_0=False, seed=3),
+    SparseCase(**SHAPE, extra_topk=65, sink=True, block_gap=2, poison_slot_0=False, seed=3),
 )
+BYTE_TYPES = (torch.uint8, torch.int8, torch.float8_e4m3fn)
 
 
 def sparse_decode(inputs: SparseInputs, **kwargs: Any) -> Arrays:
@@ -156,63 +148,21 @@ def sparse_decode(inputs: SparseInputs, **kwargs: Any) -> Arrays:
     )
 
 
-def tokens_by_bytes(k_cache: np.ndarray, layout: str, slot: int) -> np.ndarray:
-    """One token of a cache, byte after byte, as the description of its layout says."""
-    page = k_cache.shape[1]
-    block = np.ascontiguousarray(k_cache[slot // page]).reshape(-1)
-    offset = slot % page
-    if layout == "bf16":
-        return block.reshape(page, -1)[offset].astype(np.float64)
-    if layout == "v32":
-        row = block[offset * 656 :][:656]
-        scales = np.repeat(row[512:528].view(np.float32), 128).astype(np.float64)
-        values, rope = row[:512], row[528:]
-    else:
-        row = block[offset * 576 :][:576]
-        codes = block[page * 576 + offset * 8 :][:7]
-        scales = np.repeat(2.0 ** (codes.astype(np.float64) - 127), 64)
-        values, rope = row[:448], row[448:]
-    values = values.view(ml_dtypes.float8_e4m3fn).astype(np.float64) * scales
-    return np.concatenate([values, rope.view(ml_dtypes.bfloat16).astype(np.float64)])
-
-
-def by_softmax_with_a_sink_column(inputs: SparseInputs, scale: float) -> Arrays:
-    """Keys gathered one by one; the sink as one more column of scores, whose value is 0."""
-    case = inputs.case
-    out = np.zeros((case.b, case.s_q, case.h_q, 512))
-    lse = np.full((case.b, case.h_q, case.s_q), np.inf)
-    sources = [(inputs.k_cache, inputs.indices, inputs.topk_length)]
-    if case.extra_topk:
-        sources.append((inputs.extra_k_cache, inputs.extra_indices, inputs.extra_topk_length))
-    for i in range(case.b):
-        for j in range(case.s_q):
-            keys = []
-            for cache, indices, lengths in sources:
-                for position, index in enumerate(indices[i, j].tolist()):
-                    counts = lengths is None or position < lengths[i]
-                    if counts and 0 <= index < cache.shape[0] * cache.shape[1]:
-                        keys.append(tokens_by_bytes(cache, case.layout, index))
-            for h in range(case.h_q if keys else 0):
-                scores = scale * np.array(keys) @ inputs.q[i, j, h].astype(np.float64)
-                lse[i, h, j] = np.logaddexp.reduce(scores)
-                sink = -np.inf if inputs.attn_sink is None else float(inputs.attn_sink[h])
-                columns = np.append(scores, sink)
-                if sink == np.inf:
-                    continue
-                weights = np.exp(columns - columns.max())
-                out[i, j, h] = weights[:-1] / weights.sum() @ np.array(keys)[:, :512]
-    return out, lse
-
-
+@pytest.mark.usefixtures("_chunks")
 @pytest.mark.parametrize("scale", (None, 0.3))
 @pytest.mark.parametrize("case", SPARSE_CASES, ids=lambda case: case.id)
-def test_sparse_against_a_sink_column(case: SparseCase, scale: float | None) -> None:
-    inputs = make_sparse_inputs(case, "numpy")
-    out, lse = sparse_decode(inputs, softmax_scale=scale)
-    want_out, want_lse = by_softmax_with_a_sink_column(inputs, case.width**-0.5 if scale is None else scale)
-    assert out.dtype == lse.dtype == np.float64 and np.isfinite(out).all()
-    np.testing.assert_allclose(out, want_out, rtol=1e-11, atol=1e-14)
-    np.testing.assert_allclose(lse, want_lse, rtol=1e-11)
+def test_sparse(case: SparseCase, scale: float | None) -> None:
+    given = make_sparse_inputs(case, "torch", "cpu")
+    out, lse = torch_reference.sparse_decode(given, scale)
+    if case.sink:
+        out = torch_reference.apply_sink(out, lse, given.attn_sink)
+    assert out.isfinite().all() and out.any()
+    host = sparse_decode(on_numpy(given), softmax_scale=scale)
+    for dtype in BYTE_TYPES if case.layout != "bf16" else (torch.bfloat16,):
+        caches = {"extra_k_cache": given.extra_k_cache.view(dtype)} if case.extra_topk else {}
+        viewed = replace(given, k_cache=given.k_cache.view(dtype))
+        tensors = sparse_decode(viewed, softmax_scale=scale, **caches)
+        check((out, lse), host, tensors, (torch.bfloat16, torch.float32))
 
 
 def test_a_sink_changes_out_alone() -> None:
@@ -227,113 +177,30 @@ def test_a_sink_changes_out_alone() -> None:
     np.testing.assert_allclose(sunk[:, :, 2], out[:, :, 2] * kept[..., None], rtol=1e-12)
 
 
-@pytest.mark.parametrize("case", SPARSE_CASES, ids=lambda case: case.id)
-def test_sparse_torch_tensors(case: SparseCase) -> None:
-    given = make_sparse_inputs(case, "torch", "cpu")
-    want_out, want_lse = (torch.from_numpy(x) for x in sparse_decode(on_numpy(given)))
-    byte_types = (torch.uint8, torch.int8, torch.float8_e4m3fn)
-    for dtype in byte_types if case.layout != "bf16" else (torch.bfloat16,):
-        caches = {"extra_k_cache": given.extra_k_cache.view(dtype)} if case.extra_topk else {}
-        out, lse = reference.flash_mla_with_kvcache(
-            given.q, given.k_cache.view(dtype), None, None, 512, **{**given.keywords(), **caches}
-        )
-        assert torch.equal(out, want_out.bfloat16()) and torch.equal(lse, want_lse.float())
-
-
-# ---- sparse prefill
-
-PREFILL_SHAPE: dict[str, Any] = {
-    "b": 7,
-    "h_q": 5,
-    "s_k": 40,
-    "topk": 33,
-    "page_block_size": 1,
-    "shared": True,
-}
-PREFILL_CASES = (
-    SparseCase(**PREFILL_SHAPE, layout="bf16", d_qk=576),
-    SparseCase(
-        **PREFILL_SHAPE, layout="bf16", d_qk=512, sink=True, lengths="random", empty_rows=0.3, sharp=True
-    ),
-    SparseCase(**PREFILL_SHAPE, layout="bf16", lengths=(0, -4, 100, 33, 32, 1, 2), block_gap=1, index_gap=3),
-    SparseCase(**{**PREFILL_SHAPE, "page_block_size": 7}, layout="v32", sink=True, empty_rows=0.3),
-    SparseCase(**{**PREFILL_SHAPE, "page_block_size": 7}, layout="model1", lengths="random", block_gap=1),
-)
-
-
-def kv_of(inputs: SparseInputs) -> Any:
-    """The kv of a prefill call: rows, or the paged cache."""
-    return inputs.k_cache[:, 0] if inputs.case.layout == "bf16" else inputs.k_cache
-
-
-def prefill(inputs: SparseInputs, scale: float = 0.1, **kwargs: Any) -> tuple[np.ndarray, ...]:
-    """The reference on a case's inputs."""
-    return reference.flash_mla_sparse_fwd(
-        inputs.q[:, 0],
-        kv_of(inputs),
-        inputs.indices,
-        scale,
-        **{
-            "attn_sink": inputs.attn_sink,
-            "topk_length": inputs.topk_length,
-            "is_fp8_kvcache": inputs.case.layout != "bf16",
-            **kwargs,
-        },
-    )
-
-
-def by_powers_of_two(inputs: SparseInputs, scale: float) -> tuple[np.ndarray, ...]:
-    """The definition in base 2, as it stands in the documentation; keys gathered one by one."""
-    case = inputs.case
-    rows = inputs.k_cache
-    if case.layout != "bf16":
-        rows = reference.dequantize_k_cache(rows, case.layout)
-    rows = rows.reshape(-1, case.width).astype(np.float64)
-    out = np.zeros((case.b, case.h_q, 512))
-    max_logits, lse = np.full((case.b, case.h_q), -np.inf), np.full((case.b, case.h_q), np.inf)
-    for i in range(case.b):
-        counted = case.topk if inputs.topk_length is None else int(inputs.topk_length[i])
-        chosen = [
-            index for index in inputs.indices[i, 0].tolist()[: max(counted, 0)] if 0 <= index < len(rows)
-        ]
-        for h in range(case.h_q if chosen else 0):
-            p = [
-                scale * np.log2(np.e) * float(rows[t] @ inputs.q[i, 0, h].astype(np.float64)) for t in chosen
-            ]
-            max_logits[i, h] = max(p)
-            lse[i, h] = max(p) + np.log2(sum(2.0 ** (x - max(p)) for x in p))
-            out[i, h] = sum(2.0 ** (x - lse[i, h]) * rows[t, :512] for x, t in zip(p, chosen, strict=True))
-            if inputs.attn_sink is not None:
-                sink = float(inputs.attn_sink[h])
-                natural = lse[i, h] * np.log(2.0)
-                out[i, h] *= 0.0 if sink == np.inf else 1.0 / (1.0 + np.exp(sink - natural))
-    return out, max_logits, lse
+def prefill(inputs: SparseInputs, scale: float, **kwargs: Any) -> Arrays:
+    """The reference of prefill on the inputs of a case whose requests are query tokens."""
+    rows = inputs.case.layout == "bf16"
+    options = {"attn_sink": inputs.attn_sink, "topk_length": inputs.topk_length, "is_fp8_kvcache": not rows}
+    kv = inputs.k_cache[:, 0] if rows else inputs.k_cache
+    return reference.flash_mla_sparse_fwd(inputs.q[:, 0], kv, inputs.indices, scale, **options | kwargs)
 
 
 @pytest.mark.parametrize("scale", (0.04, 0.3))
-@pytest.mark.parametrize("case", PREFILL_CASES, ids=lambda case: case.id)
-def test_against_powers_of_two(case: SparseCase, scale: float) -> None:
-    inputs = make_sparse_inputs(case, "numpy")
-    got, want = prefill(inputs, scale), by_powers_of_two(inputs, scale)
-    assert all(x.dtype == np.float64 for x in got) and np.isfinite(got[0]).all() and got[0].any()
-    np.testing.assert_allclose(got[0], want[0], rtol=1e-11, atol=1e-14)
-    np.testing.assert_allclose(got[1], want[1], rtol=1e-11, atol=1e-14)
-    np.testing.assert_allclose(got[2], want[2], rtol=1e-11, atol=1e-14)
-    natural = prefill(inputs, scale, log_base="e", enable_batch_invariant=True)
-    np.testing.assert_array_equal(natural[0], got[0])
-    for one, other in zip(got[1:], natural[1:], strict=True):
-        np.testing.assert_allclose(one * np.log(2.0), other, rtol=1e-14)
-
-
-@pytest.mark.parametrize("case", PREFILL_CASES, ids=lambda case: case.id)
-def test_prefill_torch_tensors(case: SparseCase) -> None:
-    """Results are those of NumPy, rounded to the dtypes that the GPU function returns."""
+@pytest.mark.parametrize("case", SPARSE_CASES, ids=lambda case: case.id)
+def test_prefill(case: SparseCase, scale: float) -> None:
+    """All query tokens select from one set of tokens; lse and largest scores are in base 2, or natural."""
+    page = {"page_block_size": 1, "block_gap": 0} if case.layout == "bf16" else {}
+    case = replace(case, s_q=1, shared=True, extra_topk=0, extra_lengths=None, **page)
     given = make_sparse_inputs(case, "torch", "cpu")
-    got, wanted = prefill(given), prefill(on_numpy(given))
-    for one, want, dtype in zip(got, wanted, (torch.bfloat16, torch.float32, torch.float32), strict=True):
-        assert one.dtype == dtype and torch.equal(one, torch.from_numpy(want).to(dtype))
-    out = torch.zeros_like(got[0])
-    assert prefill(given, out=out)[0] is out and torch.equal(out, got[0])
+    host, tensors = (prefill(x, scale) for x in (on_numpy(given), given))
+    exact = torch_reference.sparse_prefill(given, scale)
+    check(exact, host, tensors, (torch.bfloat16, torch.float32, torch.float32))
+    natural = prefill(on_numpy(given), scale, log_base="e", enable_batch_invariant=True)
+    np.testing.assert_array_equal(natural[0], host[0])
+    for one, other in zip(host[1:], natural[1:], strict=True):
+        np.testing.assert_allclose(one * np.log(2.0), other, rtol=1e-14)
+    out = torch.zeros_like(tensors[0])
+    assert prefill(given, scale, out=out)[0] is out and torch.equal(out, tensors[0])
 
 
 # ---- plans
@@ -351,7 +218,7 @@ def test_an_empty_plan_is_filled_by_the_first_call(is_sparse: bool, invariant: b
         blocks = reference.sparse_blocks(3, 33, sparse.topk_length, 9, sparse.extra_topk_length)
         want = reference.plan_blocks(blocks, 66, invariant, 2)
     else:  # 3 tokens of 3 heads are a tile of each of 2 KV heads
-        dense = make_dense_inputs(CASES[1], "numpy")
+        dense = make_dense_inputs(DENSE_CASES[1], "numpy")
         call = functools.partial(decode, dense, enable_batch_invariant=invariant)
         want = reference.plan(dense.cache_seqlens, 66, invariant)
     for got, one in zip(call(tile_scheduler_metadata=metadata), call(), strict=True):
@@ -372,7 +239,7 @@ def test_an_empty_plan_is_filled_by_the_first_call(is_sparse: bool, invariant: b
 
 
 def test_plans_in_arrays_are_checked() -> None:
-    inputs = make_dense_inputs(CASES[0], "numpy")
+    inputs = make_dense_inputs(DENSE_CASES[0], "numpy")
     rows, splits = reference.get_mla_metadata(inputs.cache_seqlens, 4, 1)
     decode(inputs, tile_scheduler_metadata=rows, num_splits=splits)
     bad: tuple[tuple[Any, Any, str], ...] = (
@@ -392,7 +259,7 @@ def test_plans_are_computed_again_in_place() -> None:
     assert again[0] is rows and again[1] is splits
     for got, want in zip(again, reference.get_mla_metadata([3, 9000], 128, 1), strict=True):
         np.testing.assert_array_equal(got, want)
-    inputs = make_dense_inputs(CASES[0], "numpy")
+    inputs = make_dense_inputs(DENSE_CASES[0], "numpy")
     metadata = reference.FlashMLASchedMeta()
     options: dict[str, Any] = {"out": metadata, "sm_count": 78}
     assert reference.get_mla_metadata(inputs.cache_seqlens, 4, 1, **options) == (metadata, None)
@@ -410,7 +277,7 @@ def test_an_object_keeps_the_kind_of_its_call() -> None:
     """As `rawmla.get_mla_metadata`: topk in blocks of 64, and whether it is batch-invariant."""
     sparse, dense = (reference.get_mla_metadata()[0] for _ in range(2))
     sparse_decode(make_sparse_inputs(SPARSE_CASES[4], "numpy"), tile_scheduler_metadata=sparse)
-    decode(make_dense_inputs(CASES[0], "numpy"), tile_scheduler_metadata=dense)
+    decode(make_dense_inputs(DENSE_CASES[0], "numpy"), tile_scheduler_metadata=dense)
     assert reference.get_mla_metadata([0, 0, 0], 4, 1, topk=128, out=sparse) == (sparse, None)
     wanted = "topk: expected an int of 2 blocks of 64, such as 128, as in the decode call which filled out"
     bad: tuple[tuple[Any, dict[str, Any], str], ...] = (

@@ -317,6 +317,12 @@ TOGETHER: tuple[tuple[str, dict[str, Any], type[Exception], str], ...] = (
     ("prefix", {"kv_cache_dtype": "fp8"}, TypeError, f"k_cache: {BYTES}"),
     ("prefix", {"fp8_out_scale": 1.0}, TypeError, f"o: {BYTES}float64"),
     ("prefix", {"b_loc": np.array([[0], [2]])}, IndexError, "index 1 is out of bounds"),
+    (
+        "prefix",
+        {"b_loc": np.full((2, 2), 8), "is_block_table_ptr": True},
+        IndexError,
+        "b_loc: expected blocks",
+    ),
     ("packed", {"head_dim_qk": 2}, ValueError, r"qkv: expected shape \[total, h, columns\]"),
 )
 """Arguments that do not go together."""

@@ -137,6 +137,11 @@ def _record(mod: Callable[..., Any], kind: str, device: Any, name: str, backward
             ) from error
 
 
+def _unchanged(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what autograd saves."""
+    return tensor
+
+
 class _Joint:
     """A score function and its gradients, to be recorded."""
 
@@ -149,9 +154,11 @@ class _Joint:
         None where there is none.
         """
         # In this thread, which make_fx records. In a backward pass torch has switched gradients off. Its
-        # anomaly mode looks for NaN among values, which fake tensors do not have.
+        # anomaly mode looks for NaN among values, which fake tensors do not have. Hooks of the caller, such
+        # as those of torch.utils.checkpoint, would count what autograd saves here.
         with (
             torch.enable_grad(),
+            torch.autograd.graph.saved_tensors_hooks(_unchanged, _unchanged),
             torch.autograd.set_multithreading_enabled(False),
             torch.autograd.set_detect_anomaly(False),
         ):

@@ -55,7 +55,7 @@ def run_small(families: Sequence[Family]) -> list[Result]:
     """Run the small case of each family on an emulated device, while NVRTC compiles the kernels."""
     from tests.emulator import Emulator
     from tests.emulator.__main__ import case_of
-    from tests.emulator.cases import check, running_on
+    from tests.emulator.cases import check
 
     build = jit.build  # of the library itself: the emulated device has another
     results, jobs = [], []
@@ -64,8 +64,8 @@ def run_small(families: Sequence[Family]) -> list[Result]:
             result, emulator = Result(family.title), Emulator(FOLDER)
             name, *fields = shlex.split(family.small)
             try:
-                with running_on(emulator):
-                    result.error = check(name, case_of(name, fields))()
+                with emulator.installed():
+                    result.error = check(name, case_of(name, fields))
             except Exception as problem:  # whatever went wrong, the other families are still worth their time
                 result.problem = f"{family.small}: {one_line(problem)}"
             said = "FAILED" if result.problem else "ran"

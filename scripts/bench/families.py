@@ -7,9 +7,7 @@ from functools import cache
 
 from . import around, dense, flex, measure, mla, prefix
 from .cases import Case, Row
-
-IN_TURNS = 3
-"""Rounds of a family whose libraries beside run in the same process."""
+from .measure import IN_TURNS
 
 
 @dataclass(frozen=True)
@@ -75,9 +73,7 @@ FAMILIES = (
         measure=measure.time_moving,
     ),
     Family("plan of a decoding step", mla.metadata_cases, measure=mla.time_metadata),
-    Family(
-        "around decoding", around.around_cases, "cache b=3 s_k=64 layout=v32", measure=measure.time_moving
-    ),
+    Family("around decoding", around.around_cases, "cache kind=v32 n=64", measure=measure.time_moving),
 )
 
 

@@ -20,6 +20,9 @@ from .timing import (
     time_graph,
 )
 
+IN_TURNS = 3
+"""Rounds where libraries run beside, in the same process."""
+
 MATMUL_SIZE = 8192
 COPY_BYTES = 2 << 30
 GRAPH_FLOPS = 5 * 10**12
@@ -73,13 +76,12 @@ def time_attention(case: Case, rounds: int, replays: int, sustain_seconds: float
     count = calls_per_graph(case, GRAPH_FLOPS_IN_TURNS if rounds > 1 else GRAPH_FLOPS)
     kind = Enqueued if ready.ordered is not None and ready.peers else Graph
     timers, failures = _beside(ready, kind, count)
-    if not timers:
-        kind = Graph
+    kind, rounds = (kind, IN_TURNS) if timers else (Graph, rounds)
 
-    def first(_: int) -> Any:
-        return ready.call(0)
+    def ours(kind: type[Graph], count: int) -> Graph:
+        return kind(repeat(lambda _: ready.call(0), count), count)
 
-    timers = {OURS: kind(repeat(first, count), count), **timers}
+    timers = {OURS: ours(kind, count), **timers}
     samples: dict[str, dict[str, list[float]]] = {name: {} for name in timers}
 
     def note(name: str, prefix: str, figures: dict[str, float]) -> None:
@@ -87,11 +89,7 @@ def time_attention(case: Case, rounds: int, replays: int, sustain_seconds: float
             samples[name].setdefault(prefix + key, []).append(value)
 
     if rounds == 1:  # nothing rests between set-up and replays; ten calls, as in most published figures
-        ten = (
-            timers[OURS]
-            if count == CALLS_PER_GRAPH
-            else Graph(repeat(first, CALLS_PER_GRAPH), CALLS_PER_GRAPH)
-        )
+        ten = timers[OURS] if count == CALLS_PER_GRAPH else ours(Graph, CALLS_PER_GRAPH)
         note(OURS, "unrested_", {"us": ten.without_rests(replays).us})
         del ten
     rest()
@@ -102,9 +100,8 @@ def time_attention(case: Case, rounds: int, replays: int, sustain_seconds: float
     if ready.sets > 1:
         more["cold_us"] = time_graph(repeat(ready.call, ready.sets), ready.sets, replays).us
     if rounds > 1:
-        next(reversed(timers.values())).without_rests(
-            replays
-        )  # untimed: else the first alone comes after a rest
+        # Untimed: without it the first alone would be timed after a rest.
+        next(reversed(timers.values())).without_rests(replays)
         for _ in range(rounds):
             for name, timer in timers.items():
                 note(name, "unrested_", {"us": timer.without_rests(replays).us})

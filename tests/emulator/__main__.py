@@ -16,52 +16,33 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from kit import DenseCase, SparseCase
-from kit.flex import FlexCase
-from kit.mha import MhaCase
-from kit.prefix import PrefixCase
-
 from . import BuildError, EmulationError, Emulator, missing_reason
-
-CASES = {
-    "mha": MhaCase,
-    "mha_backward": MhaCase,
-    "prefix": PrefixCase,
-    "flex": FlexCase,
-    "flex_backward": FlexCase,
-    "block_mask": FlexCase,
-    "cache": SparseCase,
-    "dense_decode": DenseCase,
-    "sparse_decode": SparseCase,
-    "sparse_prefill": SparseCase,
-}
-"""Families of calls, and their cases."""
 
 
 def main() -> int:
     """Exit status 1 after a fault or a wrong result."""
+    reason = missing_reason()
+    if reason is not None:
+        raise SystemExit(reason)
+    from .cases import FAMILIES, check  # torch is imported
+
     parser = argparse.ArgumentParser(
         prog="python -m tests.emulator", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("family", choices=CASES)
+    parser.add_argument("family", choices=FAMILIES)
     parser.add_argument("field", nargs="*", help="NAME=VALUE, a field of the case")
     parser.add_argument("--seed", type=int, default=1, help="the first schedule")
     parser.add_argument("--seeds", type=int, default=1, help="how many schedules, one after the other")
     parser.add_argument("--sms", type=int, default=4, help="multiprocessors: CTAs that run together")
     parser.add_argument("--folder", type=Path, default=Path("build/emulator"), help="of compiled kernels")
     given = parser.parse_intermixed_args()
-    reason = missing_reason()
-    if reason is not None:
-        parser.error(reason)
-    from .cases import check, running_on  # torch is imported
-
     case = case_of(given.family, given.field)
     emulator = Emulator(given.folder, sm_count=given.sms)
-    with running_on(emulator):
+    with emulator.installed():
         for emulator.seed in range(given.seed, given.seed + given.seeds):
             begin, first = time.perf_counter(), len(emulator.launched)
             try:
-                error = check(given.family, case)()
+                error = check(given.family, case)
             except (AssertionError, BuildError, EmulationError) as problem:
                 print(f"seed {emulator.seed}: {type(problem).__name__}: {problem}")
                 return 1
@@ -76,7 +57,9 @@ def main() -> int:
 
 def case_of(family: str, fields: Iterable[str]) -> Any:
     """The case of a family with these fields, each "NAME=VALUE"."""
-    return CASES[family](**dict(_field(word) for word in fields))
+    from .cases import FAMILIES
+
+    return FAMILIES[family][0](**dict(_field(word) for word in fields))
 
 
 def _field(word: str) -> tuple[str, Any]:

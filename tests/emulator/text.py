@@ -34,7 +34,7 @@ def rewritten(sources: SourceSet) -> dict[str, str]:
 
 @cache
 def _rewritten(name: str, text: str) -> str:
-    text = _DYNAMIC.sub(r"unsigned char* const \1 = emulator::dynamic_shared();", without_ptx(name, text)[0])
+    text = _DYNAMIC.sub(r"unsigned char* const \1 = emulator::dynamic_shared();", _without_ptx(name, text))
     return _STATIC.sub(
         r"typedef \1 \2_type\3; "
         r"\2_type& \2 = *static_cast<\2_type*>(emulator::static_shared(__LINE__, sizeof(\2_type)));",
@@ -42,26 +42,26 @@ def _rewritten(name: str, text: str) -> str:
     )
 
 
-def without_ptx(name: str, text: str) -> tuple[str, set[str]]:
-    """A source with the functions of `INSTEAD` where it has PTX, and the names of those that it lost.
+def _without_ptx(name: str, text: str) -> str:
+    """A source with the functions of `INSTEAD` where it has PTX.
 
     Raises NotImplementedError if there are none for it.
     """
     text = _THREAD.sub(r"\1 = threadIdx.x;", text)
     if not _PTX.search(text):
-        return text, set()
+        return text
     plain = _OPAQUE.sub(lambda found: " " * len(found[0]), text)  # for braces
-    cut: list[tuple[int, int, str]] = []
+    cut: list[tuple[int, int, str]] = []  # where functions with PTX begin and end, and their names
     for found in _FUNCTION.finditer(plain):
         end = _end_of_block(plain, found.end())
         if _PTX.search(text, found.end(), end):
             cut.append((found.start(), end, found[1]))
-    lost = {function for _, _, function in cut}
-    if lost and not (INSTEAD / name).exists():
-        raise NotImplementedError(f"{name}: nothing stands in place of the PTX of {', '.join(sorted(lost))}")
+    if cut and not (INSTEAD / name).exists():
+        lost = ", ".join(function for _, _, function in cut)
+        raise NotImplementedError(f"{name}: nothing stands in place of the PTX of {lost}")
     for i, (start, end, _) in reversed(list(enumerate(cut))):
         text = text[:start] + ((INSTEAD / name).read_text() if i == 0 else "") + text[end:]
-    return text, lost
+    return text
 
 
 def _end_of_block(plain: str, at: int) -> int:
@@ -70,15 +70,3 @@ def _end_of_block(plain: str, at: int) -> int:
         depth += {"{": 1, "}": -1}.get(plain[at], 0)
         at += 1
     return at
-
-
-def signatures(text: str) -> set[str]:
-    """Of all functions of a preprocessed header: names, and types of the parameters."""
-    found = set()
-    for match in re.finditer(r"__device__ __forceinline__ ([^;{}]*?)\{", text):
-        declared = " ".join(match[1].split())
-        parts = re.search(r"(\w+) ?\((.*)\)[^()]*$", re.sub(r"\(&(\w+)\) ?\[\w+\]", r"&[] \1", declared))
-        assert parts is not None, declared
-        types = [re.sub(r" ?\w+( = .*)?$", "", one.strip()) for one in parts[2].split(",") if one.strip()]
-        found.add(f"{parts[1]}({', '.join(types)})")
-    return found

@@ -1,5 +1,5 @@
-"""Fresh memory is poison in every test; small sparse calls are forced to the kernel for clusters, which few
-of them would reach by themselves.
+"""Fresh memory is poison in every test; small sparse calls of some operations are forced to the kernel for
+clusters, which few of them would reach by themselves.
 """
 
 from collections.abc import Iterator
@@ -13,22 +13,13 @@ from gpu_support import cupy, forced_clusters, poison, poisonable_allocations, t
 import rawmla
 from kit.gpu import missing_hopper_reason
 
-FORCED = {"test_prefill_sanitizer", "test_sparse_sanitizer"}
-TWICE = {"test_sparse_bits"}
-
-
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if metafunc.module.__name__ in TWICE:
-        metafunc.parametrize("clusters", (False, True), ids=("chosen", "clusters"), indirect=True)
-
 
 @pytest.fixture(autouse=True)
 def clusters(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Whether calls are forced to the kernel for clusters: by the file, or by a parameter that says so."""
+    """Calls are forced to the kernel for clusters where an operation of the test's parameters says so."""
     parameters = getattr(getattr(request.node, "callspec", None), "params", {})
-    forced = request.module.__name__ in FORCED
-    forced |= any(getattr(value, "clusters", False) for value in parameters.values())
-    with forced_clusters() if getattr(request, "param", forced) else nullcontext():
+    forced = any(getattr(value, "clusters", False) for value in parameters.values())
+    with forced_clusters() if forced else nullcontext():
         yield
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kit.gpu import missing_hopper_reason
-from operations.core import assert_same_bits, bits
+from operations.core import Call, assert_same_bits, bits
 from operations.mla_decode import (
     as_pair,
     call_arguments,
@@ -62,6 +62,7 @@ __all__ = [
     "plan",
     "plan_arguments",
     "poison",
+    "poison_or_fresh",
     "poisonable_allocations",
     "prefill",
     "prefill_check",
@@ -79,6 +80,7 @@ __all__ = [
     "sparse_plan",
     "sparse_plan_arguments",
     "sparse_reference",
+    "to_cupy",
     "torch",
     "united_selections",
     "without_extra",
@@ -166,6 +168,19 @@ def assert_poison(name: str, array: Any) -> None:
         array = torch.from_dlpack(array)
     count = int((array.contiguous().view(torch.uint8) != POISON_BYTE).sum())
     assert not count, f"{name}: {count} of {array.numel() * array.element_size()} bytes are no poison"
+
+
+def poison_or_fresh(call: Call, given: Any) -> None:
+    """Make a given output what a call may begin with."""
+    if call.fresh is None:
+        given.view(torch.uint8).fill_(POISON_BYTE)
+    else:
+        given.copy_(call.fresh())
+
+
+def to_cupy(x: Any) -> Any:
+    """A CuPy array on the same memory; the CuPy array that it is."""
+    return x if isinstance(x, cupy.ndarray) else cupy.from_dlpack(x)
 
 
 # ---- private names of the library

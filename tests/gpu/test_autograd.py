@@ -164,7 +164,7 @@ def test_gradients(case: Any, of: str) -> None:
     results, grads = step.differentiate(of)
     for name, x in grads.items():
         assert x.shape == step.leaves[name].shape and x.dtype == step.leaves[name].dtype
-    if "parts" in grads:  # one tensor for each packed one
+    if "parts" in grads and case.d_qk % 8 == 0:  # one tensor for each packed one, without gaps
         assert grads["parts"].numel() == grads["parts"].untyped_storage().nbytes() // 2
     step.check(results, grads)
 

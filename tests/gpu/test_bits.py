@@ -6,10 +6,12 @@ import random
 from typing import Any
 
 import pytest
+from gpu_support import bits, torch
 
 from operations import Operation, assert_results, for_each, is_planned
 
 RERUNS = 20
+TOGETHER = 10  # calls in flight between two comparisons
 
 
 @pytest.mark.parametrize("form", ("object", "tensors"))
@@ -35,19 +37,28 @@ def test_reruns(operation: Operation, case: Any) -> None:
 @pytest.mark.unpoisoned
 @for_each("rerun_cases")
 def test_reruns_back_to_back(operation: Operation, case: Any) -> None:
-    """Twenty calls in flight at once, as a model's layers make them; scratch of one is that of the next.
-
-    Without poison, whose fills would keep the launches from overlapping.
+    """Calls in flight at once, as a model's layers make them; scratch of one is that of the next. Their bits
+    are compared on the device. Without poison, whose fills would keep the launches from overlapping.
     """
     call = operation.make(case)
     plan = {}
     if call.plan is not None:
         plan["tile_scheduler_metadata"], plan["num_splits"] = call.make_plan()
-    results = [call.run(**plan) for _ in range(RERUNS)]
-    fresh_plans = [call.run() for _ in range(RERUNS if call.plan is not None else 0)]
-    for run, got in enumerate([*results, *fresh_plans]):
-        assert_results(f"run {run}", call, got, results[0])
-    call.check(results[0])
+    first = call.run(**plan)
+    call.check(first)
+    ordered = [i for i, name in enumerate(call.results) if name not in call.unordered]
+    wanted = [bits(first[i]) for i in ordered]
+    targets = [call.target() for _ in range(TOGETHER)]
+    different = torch.zeros((), dtype=torch.int64, device="cuda")
+    for turn in range(operation.repeats // TOGETHER):
+        given = plan if turn % 2 == 0 else {}  # without a plan, each call makes one
+        for results in [call.run(**given, **target) for target in targets]:
+            for i, want in zip(ordered, wanted, strict=True):
+                different += (bits(results[i]) != want).any()
+        for target in targets:
+            for name, one in call.target().items():
+                target[name].copy_(one)
+    assert int(different) == 0, f"{int(different)} results of {operation.repeats} calls differ"
 
 
 @pytest.mark.parametrize("form", ("object", "tensors"))

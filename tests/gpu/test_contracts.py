@@ -7,9 +7,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from gpu_support import POISON_BYTE, bits, replaced_launches, torch
+from gpu_support import bits, poison_or_fresh, replaced_launches, torch
 
-from operations import OPERATIONS, Call, Operation, assert_results, for_each
+from operations import OPERATIONS, Operation, assert_results, for_each
 from operations.memory import all_canaries, between_canaries, fill_with_canaries, strided
 
 # ---- strides
@@ -48,14 +48,6 @@ def test_strides(operation: Operation, case: Any, name: str, kind: str) -> None:
 
 
 # ---- results
-
-
-def poison_or_fresh(call: Call, given: Any) -> None:
-    """Make a given output what a call may begin with."""
-    if call.fresh is None:
-        given.view(torch.uint8).fill_(POISON_BYTE)
-    else:
-        given.copy_(call.fresh())
 
 
 @for_each("cases", only=lambda operation: operation.out)

@@ -201,64 +201,6 @@ def test_against_torch(kind: str) -> None:
             assert float(error) <= 2.1 * float(allowed), f"{name}: {float(error):.3g} {float(allowed):.3g}"
 
 
-BIASES: dict[str, Any] = {  # as many extents as indices
-    "b h q k": lambda b, h, q, k: (b, h, q, k),
-    "h q k": lambda b, h, q, k: (h, q, k),
-    "q k": lambda b, h, q, k: (q, k),
-    "h k": lambda b, h, q, k: (h, k),
-    "b k": lambda b, h, q, k: (b, k),
-    "h and distance": lambda b, h, q, k: (h, q - k),
-}
-
-
-@quiet
-@in_eager
-@pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
-@pytest.mark.parametrize("kind", BIASES)
-def test_learned_biases_against_torch(kind: str, dtype: str) -> None:
-    """Of out, gradients of q, k and v and of a bias in their dtype the root of the mean square error is at
-    most 1.35**2 times that of torch's flex_attention, and 1.2 times that of its scaled_dot_product_attention
-    with the bias as a mask, all from this in float64.
-    """
-    flex = pytest.importorskip("torch.nn.attention.flex_attention")
-    b, heads, tokens, dim = 2, 4, 512, 64
-    draw = torch.Generator("cuda").manual_seed(4)
-    place, low = BIASES[kind], getattr(torch, dtype)
-    shape = (heads, 2 * tokens) if kind == "h and distance" else place(b, heads, tokens, tokens)
-    values = [torch.randn(b, heads, tokens, dim, device="cuda", generator=draw).to(low) for _ in range(4)]
-    drawn = torch.randn(shape, device="cuda", generator=draw).to(low)
-    extents = (b, heads, tokens, tokens)
-    axes = [torch.arange(n, device="cuda").view([-1 if i == j else 1 for j in range(4)])
-            for i, n in enumerate(extents)]  # fmt: skip
-
-    def by_sdpa(q: Any, k: Any, v: Any, bias: Any) -> Any:
-        whole = bias[place(*axes)].expand(extents).contiguous()
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=whole)
-
-    def by(function: Any) -> Any:
-        def run(q: Any, k: Any, v: Any, bias: Any) -> Any:
-            # A negative distance counts from the end.
-            return function(q, k, v, lambda s, b, h, i, j: s + bias[place(b, h, i, j)])
-
-        return run
-
-    def results(function: Any, dtype: Any) -> list[Any]:
-        leaves = [x.to(dtype, copy=True).requires_grad_() for x in (*values[:3], drawn)]
-        out = function(*leaves)
-        return [out.detach(), *torch.autograd.grad(out, leaves, values[3].to(dtype))]
-
-    exact = results(by_sdpa, torch.float64)
-    eager, sdpa, got = (
-        results(function, low) for function in (by(flex.flex_attention), by_sdpa, by(rawmla.flex_attention))
-    )
-    for number, name in enumerate(("out", "q", "k", "v", "bias")):
-        error, of_eager, of_sdpa = (
-            float((x[number].double() - exact[number]).square().mean().sqrt()) for x in (got, eager, sdpa)
-        )
-        found = f"{name}: {error:.3g}, {of_eager:.3g} and {of_sdpa:.3g}"
-        assert error <= 1.35**2 * of_eager and error <= 1.2 * of_sdpa, found
-
-
 # ---- the page
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
-from gpu_support import assert_same_bits, cupy, torch
+from gpu_support import cupy, no_kernel_loaded, poison_or_fresh, to_cupy, torch
 
 from operations import OPERATIONS, Call, Operation, assert_results, for_each, for_first
 from operations.memory import all_canaries, between_canaries, fill_with_canaries
@@ -15,30 +15,26 @@ from operations.memory import all_canaries, between_canaries, fill_with_canaries
 DELAY_CYCLES = 100_000_000  # about 50 ms: a call on the wrong stream has long finished by then
 
 
-def forms(call: Call) -> tuple[str, ...]:
-    """The forms of plan that a call can have."""
-    return ("object", "tensors") if call.plan is not None else ("object",)
-
-
-def to_cupy(x: Any) -> Any:
-    """A CuPy array on the same memory; the CuPy array that it is."""
-    return x if isinstance(x, cupy.ndarray) else cupy.from_dlpack(x)
+def takes_any(operation: Operation) -> bool:
+    """Choose the operations that take arrays of every framework."""
+    return operation.any_framework
 
 
 # ---- arrays
 
 
-@for_each("cases")
+@for_each("cases", only=takes_any)
 def test_cupy(operation: Operation, case: Any) -> None:
     """CuPy arrays in, CuPy arrays out, with the bits that torch gets."""
     call = operation.make(case)
     in_cupy = call.mapped(to_cupy)
-    for form in forms(call):
+    for form in call.forms():
         want = call.run(form)
         call.check(want)
         got = in_cupy.run(form)
         assert all(isinstance(x, cupy.ndarray) for x in got)
         assert [x.dtype.name for x in got] == [str(x.dtype).removeprefix("torch.") for x in want]
+        assert [x.strides for x in got] == [tuple(x.element_size() * n for n in x.stride()) for x in want]
         cupy.cuda.get_current_stream().synchronize()
         assert_results(f"CuPy, {form}", call, tuple(torch.from_dlpack(x) for x in got), want)
     if call.plan is not None:
@@ -46,23 +42,54 @@ def test_cupy(operation: Operation, case: Any) -> None:
         assert isinstance(metadata, cupy.ndarray) and isinstance(num_splits, cupy.ndarray)
 
 
-@for_first(only=lambda operation: operation.out)
-def test_cupy_out_slice(operation: Operation, case: Any) -> None:
-    """`out` has the strides of a slice of every dimension that it may be a slice of."""
+@for_first(only=lambda operation: operation.any_framework and operation.out)
+def test_cupy_outputs(operation: Operation, case: Any) -> None:
+    """Outputs have the strides of a slice of every dimension that they may be a slice of."""
     call = operation.make(case)
     want = call.run()
     assert operation.out is not None
-    buffer, target = between_canaries(want[0], operation.out(want[0]))
-    given = to_cupy(target)
-    if call.fresh is not None:
-        target.copy_(call.fresh())
+    pairs = [between_canaries(x, operation.out(x)) for _, x in zip(operation.outputs, want, strict=False)]
+    targets = dict(zip(operation.outputs, (target for _, target in pairs), strict=True))
+    given = {name: to_cupy(target) for name, target in targets.items()}
+    for target in targets.values():
+        poison_or_fresh(call, target)
     torch.cuda.synchronize()
-    got = call.mapped(to_cupy).run(out=given)
-    assert got[0] is given
+    got = call.mapped(to_cupy).run(**given)
+    assert all(one is other for one, other in zip(got, given.values(), strict=False))
     cupy.cuda.get_current_stream().synchronize()
-    assert_same_bits("out", target, want[0])
-    fill_with_canaries(target)
-    assert all_canaries(buffer), "the call wrote outside `out`"
+    assert_results("CuPy", call, tuple(torch.from_dlpack(x) for x in got), want)
+    for buffer, target in pairs:
+        fill_with_canaries(target)
+        assert all_canaries(buffer), "the call wrote outside an output"
+
+
+@for_first(only=lambda operation: operation.any_framework and operation.copied)
+def test_cupy_copies(operation: Operation, case: Any) -> None:
+    """Strides that are negative, and a last dimension that is not contiguous."""
+    call = operation.make(case)
+    want = call.run()
+    in_cupy = call.mapped(to_cupy)
+    for name in operation.copied:
+        x = in_cupy.arguments[name]
+        backwards = cupy.ascontiguousarray(x[::-1])[::-1]
+        turned = cupy.ascontiguousarray(x.swapaxes(-1, -2)).swapaxes(-1, -2)
+        for given in (backwards, turned):
+            got = in_cupy.run(**{name: given})
+            cupy.cuda.get_current_stream().synchronize()
+            assert_results(f"{name} copied", call, tuple(torch.from_dlpack(x) for x in got), want)
+
+
+@for_first(only=takes_any)
+def test_two_frameworks(operation: Operation, case: Any) -> None:
+    """Integers, and what functions and block masks read, are of CuPy beside tensors: results are tensors."""
+    call = operation.make(case)
+    want = call.run()
+    mixed = call.mapped(lambda x: x if x.is_floating_point() else to_cupy(x), to_cupy)
+    first = next(iter(call.arrays()), None)
+    got = mixed.run(**({} if first is None else {first: call.arguments[first]}), **call.target())
+    if first is not None:
+        assert all(isinstance(x, torch.Tensor) for x in got)
+    assert_results("two frameworks", call, tuple(torch.from_dlpack(x) for x in got), want)
 
 
 class Producer:
@@ -78,13 +105,13 @@ class Producer:
         return self.tensor.__dlpack_device__()
 
 
-@for_each("cases")
+@for_each("cases", only=takes_any)
 def test_dlpack_producer(operation: Operation, case: Any) -> None:
     """Taken over by CuPy, which then also holds the results; what is written in place is written there."""
     call = operation.make(case)
     torch.cuda.synchronize()
-    produced = call.mapped(Producer)
-    for form in forms(call):
+    produced = call.mapped(Producer, to_cupy)
+    for form in call.forms():
         want = call.run(form)
         got = produced.run(form)
         cupy.cuda.get_current_stream().synchronize()
@@ -102,9 +129,7 @@ class Late:
     """Arguments that become valid only when `restore` has run; until then they hold garbage that is safe."""
 
     def __init__(self, call: Call) -> None:
-        given = [*call.arrays().values(), *(call.plan or {}).values()]
-        arrays = [x for value in given for x in (value if isinstance(value, list) else [value])]
-        self.valid = [(x, x.clone()) for x in arrays if isinstance(x, torch.Tensor)]
+        self.valid = [(x, x.clone()) for x in call.all_arrays()]
 
     def spoil(self) -> None:
         for x, _ in self.valid:
@@ -130,7 +155,7 @@ def warmed_up_stream(call: Call, form: str) -> Any:
 def test_torch_side_stream(operation: Operation, case: Any) -> None:
     """The inputs become valid late on a side stream; only work on that stream, after them, sees them."""
     call = operation.make(case)
-    for form in forms(call):
+    for form in call.forms():
         want = call.run(form)
         late, target = Late(call), call.target()
         stream = warmed_up_stream(call, form)
@@ -143,8 +168,8 @@ def test_torch_side_stream(operation: Operation, case: Any) -> None:
             assert not stream.query(), "the call waited for the device"
             late.spoil()
         stream.synchronize()
-        assert_results(f"on a side stream, {form}", call, got, want)
         late.restore()
+        assert_results(f"on a side stream, {form}", call, got, want)
 
 
 @for_first()
@@ -163,12 +188,12 @@ def test_default_stream_is_not_involved(operation: Operation, case: Any) -> None
     assert_results("on a side stream", call, got, want)
 
 
-@for_first()
+@for_first(only=takes_any)
 def test_cupy_side_stream(operation: Operation, case: Any) -> None:
     call = operation.make(case)
     want = call.run()
     late = Late(call)
-    in_cupy = call.mapped(to_cupy)
+    in_cupy = call.mapped(to_cupy, lambda x: to_cupy(x.contiguous()))  # other lists would be copied
     target = in_cupy.target()
     stream = cupy.cuda.Stream(non_blocking=True)
     cupy.cuda.Device().synchronize()
@@ -189,7 +214,7 @@ def test_cupy_side_stream(operation: Operation, case: Any) -> None:
 # ---- devices
 
 
-@for_first()
+@for_first(only=takes_any)
 def test_second_device(operation: Operation, case: Any) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
@@ -197,12 +222,17 @@ def test_second_device(operation: Operation, case: Any) -> None:
     want = call.run()
     moved = call.mapped(lambda x: x.to("cuda:1"))
     torch.cuda.synchronize("cuda:1")
-    for form in forms(call):
+    for form in call.forms():
         got = moved.run(form)
         assert torch.cuda.current_device() == 0
         assert all(x.device == torch.device("cuda:1") for x in got)
         at_home = call.run(form)
         assert_results(f"on the second device, {form}", call, tuple(x.to("cuda:0") for x in got), at_home)
+    with torch.cuda.device(1):
+        got = call.run()
+        assert torch.cuda.current_device() == 1
+    assert all(x.device == torch.device("cuda:0") for x in got)
+    assert_results("while the second is current", call, got, want)
     with cupy.cuda.Device(1):
         in_cupy = moved.mapped(to_cupy)
         target = in_cupy.target()
@@ -226,10 +256,8 @@ def test_arrays_on_two_devices(operation: Operation, case: Any) -> None:
         pytest.skip("needs two GPUs")
     call = operation.make(case)
     call.run()
-    names = [*operation.arrays]
-    if call.written is None:
-        del names[0]  # where this one is, the others have to be
-    for name in names:
+    # Where the first one is, the others have to be.
+    for name in operation.arrays if call.written is not None else operation.arrays[1:]:
         value = call.arguments[name]
         moved = [*value[:-1], value[-1].to("cuda:1")] if isinstance(value, list) else value.to("cuda:1")
         # The text names this array, or another where this one says which device it has to be.
@@ -262,17 +290,19 @@ def test_threads() -> None:
         except BaseException as error:
             errors.append(error)
 
-    def run_all(target: Callable[..., None]) -> None:
-        threads = [threading.Thread(target=target, args=pair) for pair in zip(calls, results, strict=True)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-
-    run_all(work)
-    assert not errors, errors
-    torch.cuda.synchronize()
-    for call, own, want in zip(calls, results, wanted, strict=True):
-        assert len(own) == 20
-        for got in own:
-            assert_results("in a thread", call, got, want)
+    # The second time every thread prepares its calls, and loads kernels.
+    for prepared in (nullcontext(), no_kernel_loaded()):
+        for own in results:
+            own.clear()
+        threads = [threading.Thread(target=work, args=pair) for pair in zip(calls, results, strict=True)]
+        with prepared:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            torch.cuda.synchronize()
+        assert not errors, errors
+        for call, own, want in zip(calls, results, wanted, strict=True):
+            assert len(own) == 20
+            for got in own:
+                assert_results("in a thread", call, got, want)

@@ -5,11 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from gpu_support import POISON_BYTE, assert_poison, no_kernel_loaded, torch
+from gpu_support import (
+    assert_poison,
+    cupy,
+    loaded_labels,
+    no_kernel_loaded,
+    poison_or_fresh,
+    to_cupy,
+    torch,
+)
 
 import rawmla
+from kit.mha import MhaCase
 from operations import OPERATIONS, Operation, assert_results, for_each, for_first, is_planned
-from operations.memory import all_canaries, between_canaries, fill_with_canaries
+from operations.dense import make_dense_call
+from operations.memory import all_canaries, between_canaries, fill_with_canaries, strided
 
 PLANS = ("object", "object, invariant", "tensors, inside", "tensors, outside")
 
@@ -73,7 +83,7 @@ def test_calls(operation: Operation, case: Any) -> None:
     call = operation.make(case)
     call.run()  # loads the kernels
     target = call.target()
-    graph, got = capture(lambda: call.run(**target))
+    graph, (got, again) = capture(lambda: (call.run(**target), call.run(**target)))
     assert operation.changes is not None
     for _ in operation.changes(call):
         if call.fresh is not None:
@@ -81,6 +91,7 @@ def test_calls(operation: Operation, case: Any) -> None:
         graph.replay()
         call.check(got)
         assert_results("replayed and eager", call, got, call.run())
+        assert_results("one captured call after another", call, again, got)
 
 
 @for_each("graph_cases", only=is_planned)
@@ -105,21 +116,69 @@ def test_out_given_and_other_memory_reused_between_replays(operation: Operation,
     call = operation.make(case)
     assert operation.changes is not None and operation.out is not None
     first = call.run()
-    buffer, given = between_canaries(first[0], operation.out(first[0]))
+    pairs = [between_canaries(x, operation.out(x)) for _, x in zip(operation.outputs, first, strict=False)]
+    outputs = dict(zip(operation.outputs, (given for _, given in pairs), strict=True))
     metadata = {} if call.plan is None else {"tile_scheduler_metadata": call.make_plan()[0]}
-    graph, got = capture(lambda: call.run(**metadata, out=given))
-    assert got[0] is given
+    graph, got = capture(lambda: call.run(**metadata, **outputs))
+    assert all(one is given for one, given in zip(got, outputs.values(), strict=False))
     for _ in operation.changes(call):
-        if call.fresh is not None:
-            given.copy_(call.fresh())
-        else:
-            given.view(torch.uint8).fill_(POISON_BYTE)
+        for given in outputs.values():
+            poison_or_fresh(call, given)
         other = [torch.full((n << 20,), float("nan"), device="cuda") for n in (1, 2, 8)]
         graph.replay()
         call.check(got)
         del other
-    fill_with_canaries(given)
-    assert all_canaries(buffer), "a replay wrote outside `out`"
+    for buffer, given in pairs:
+        fill_with_canaries(given)
+        assert all_canaries(buffer), "a replay wrote outside an output"
+
+
+COPIED = [(operation, operation.cases[0], name) for operation in OPERATIONS for name in operation.copied]
+
+
+@pytest.mark.parametrize(
+    ("operation", "case", "name"), COPIED, ids=[f"{operation.name}-{name}" for operation, _, name in COPIED]
+)
+def test_copies(operation: Operation, case: Any, name: str) -> None:
+    """What has to be copied is copied in the graph, from where it lies then."""
+    call = operation.make(case)
+    given = strided(call.arguments[name], "transposed")[-1]
+    call.run(**{name: given})
+    graph, got = capture(lambda: call.run(**{name: given}))
+    for _ in range(2):
+        graph.replay()
+        assert_results("replayed and eager", call, got, call.run(**{name: given}))
+        given.mul_(0.5)
+
+
+@for_first(only=lambda operation: operation.any_framework)
+def test_cupy(operation: Operation, case: Any) -> None:
+    """Captured on a CuPy stream, with results that live on; copies are refused there."""
+    call = operation.make(case)
+    want = call.run()
+    in_cupy = call.mapped(to_cupy, lambda x: to_cupy(x.contiguous()))
+    target = in_cupy.target()
+    plan = {} if call.plan is None else {"tile_scheduler_metadata": in_cupy.make_plan()[0]}
+    torch.cuda.synchronize()
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        in_cupy.run(**plan, **target)  # loads the kernels, and gives the pool memory for this stream
+        stream.synchronize()
+        stream.begin_capture()
+        try:
+            got = in_cupy.run(**plan, **target)
+            for name in operation.copied:
+                with pytest.raises(ValueError, match=f"^{name}: expected, inside a CUDA-graph capture"):
+                    in_cupy.run(**{name: in_cupy.arguments[name][::-1]}, **target)
+        finally:
+            graph = stream.end_capture()
+        for _ in range(2):
+            if call.written is None:
+                for x in got:
+                    x.data.memset_async(0, x.nbytes)
+            graph.launch(stream)
+        stream.synchronize()
+    assert_results("replayed", call, tuple(torch.from_dlpack(x) for x in got), want)
 
 
 SMALLER = [
@@ -189,5 +248,47 @@ def test_kernel_missing_in_a_capture(operation: Operation, case: Any) -> None:
             torch.cuda.graph(torch.cuda.CUDAGraph()),
         ):
             call.run(**metadata, **target)
+        assert loaded_labels() == []
         assert_results("after a refused capture", call, call.run(**metadata), want)
     assert_results("afterwards", call, call.run(), want)
+
+
+@for_each("cases")
+def test_warmup_call(operation: Operation, case: Any) -> None:
+    """Loads what the very call needs, allocates and enqueues nothing; then the call can be captured."""
+    call = operation.make(case)
+    target = call.target()
+    plan = {} if call.plan is None else {"tile_scheduler_metadata": call.make_plan()[0]}
+    with no_kernel_loaded():
+        want = call.run()
+        torch.cuda.synchronize()
+        needed = set(loaded_labels())
+    with no_kernel_loaded():
+        before = torch.cuda.memory_stats()["allocation.all.allocated"]
+        rawmla.warmup_call(getattr(rawmla, call.function), **{**call.arguments, **plan, **target})
+        assert torch.cuda.current_stream().query()
+        assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+        loaded = loaded_labels()
+        assert needed <= set(loaded)
+        graph, got = capture(lambda: call.run(**plan, **target))
+        assert loaded_labels() == loaded
+        graph.replay()
+        assert_results("replayed", call, got, want)
+        torch.cuda.synchronize()  # before the kernels are let go of
+
+
+def test_warmup_by_name() -> None:
+    """`rawmla.warmup("mha")` is enough for a capture of plain calls, causal ones, segments and sinks."""
+    cases = (
+        MhaCase(b=2, s_q=70, s_k=90, causal=True, sink="float16"),
+        MhaCase(q_lengths=(300, 0, 1), k_lengths=(257, 90, 0), h_q=8, h_kv=1),
+    )
+    calls = [make_dense_call(case) for case in cases]
+    want = [call.run() for call in calls]
+    with no_kernel_loaded():
+        rawmla.warmup("mha", mha_head_dims=[(128, 128)])
+        graph, got = capture(lambda: [call.run() for call in calls])
+        graph.replay()
+        for call, one, wanted in zip(calls, got, want, strict=True):
+            assert_results("replayed", call, one, wanted)
+        torch.cuda.synchronize()  # before the kernels are let go of

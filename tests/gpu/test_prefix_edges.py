@@ -28,7 +28,7 @@ from kit.prefix import (
     make_prefix_inputs,
     written_rows,
 )
-from operations.prefix import Target, assert_same_rows, attend, checked
+from operations.prefix import Target, assert_same_rows, attend, checked, run_cases
 
 # The kernel's sources of pages: TMA, and a warpgroup that gathers them, as they are or as FP8.
 SOURCES: dict[str, dict[str, Any]] = {
@@ -45,23 +45,95 @@ MANY: dict[str, Any] = {
 }
 
 
-# ---- lengths
+# ---- one table of cases
+
+
+def borders() -> list[dict[str, Any]]:
+    """Lengths around borders of tiles of 64 and 128 query rows, of pages, and of 48 to 128 keys."""
+    queries = [border + step for border in (16, 32, 64, 128, 256) for step in (-1, 0, 1)]
+    contexts = [border + step for border in (16, 48, 80, 96, 128, 256, 384) for step in (-1, 0, 1)]
+    draw, cases = random.Random(2), []
+    for window in (0, 100, 0, 100):
+        draw.shuffle(queries)
+        draw.shuffle(contexts)
+        chosen = tuple(contexts[: len(queries)])
+        cases.append({"query_lengths": tuple(queries), "contexts": chosen, "h_q": 2, "window": window})
+    return cases
+
+
+def many_requests() -> dict[str, Any]:
+    """More than a warp looks at in one step, most of them short or empty."""
+    draw = random.Random(5)
+    return {
+        "query_lengths": tuple(draw.choice((0, 0, 1, 2, 17, 150)) for _ in range(333)),
+        "contexts": tuple(draw.choice((0, 1, 5, 90, 300)) for _ in range(333)),
+    }
+
+
+FEWER = {"query_lengths": (130, 4, 64, 70, 1, 5), "contexts": (-1, -4, -63, 20, -1, -2)}
+WINDOWS = (1, 2, 15, 16, 17, 48, 64, 80, 127, 128, 129, 600, 1016, 1300, 2**30, 2**40)
+# Changes of MANY, by what they have in common
+EDGES: dict[str, list[dict[str, Any]]] = {
+    "short requests": [
+        {"query_lengths": queries, "contexts": contexts}
+        for queries, contexts in (
+            ((1,), (0,)),
+            ((1,), (1,)),
+            ((1,), (700,)),
+            ((0,), (50,)),
+            ((0, 0, 3), (50, 0, 0)),
+            ((1, 1, 1, 1), (0, 1, 15, 16)),
+            ((2, 0, 1, 0), (17, 5, 0, 0)),
+            ((150, 0, 64), (0, 90, 0)),
+        )
+    ],
+    "borders of tiles": borders(),
+    "fewer tokens than queries": [
+        {**FEWER, "own_cached": own, "causal": causal} for own in (False, True) for causal in (False, True)
+    ],
+    "many requests": [many_requests(), {**many_requests(), "h_q": 8, "h_kv": 2}],
+    "long contexts": [
+        {"query_lengths": (3, 130), "contexts": (40_000, 9_000), "window": window} for window in (0, 100)
+    ],
+    "groups of heads": [
+        {"h_q": h_q, "h_kv": h_kv, "sinks": "float32"}
+        for h_q, h_kv in ((1, 1), (6, 2), (5, 1), (64, 1), (128, 1), (96, 32))
+    ],
+    "head dimensions": [
+        {"d": d, "x": x, "layout": layout}
+        for layout in ("plain", "slice")
+        for d, x in ((1, 1), (17, 17), (17, 1), (40, 8), (111, 37), (160, 8), (160, 32), (224, 8))
+    ],
+    "sizes of pages": [
+        {"block_size": size, "window": window}
+        for size in (1, 2, 3, 7, 12, 16, 17, 48, 100, 112, 544, 1056)
+        for window in (0, 100)
+    ],
+    "groups of dimensions": [{"x": x} for x in (1, 2, 4, 8, 16, 32, 64, 128)],
+    "interleaved values": [
+        {"block_size": 48, "pack": pack, "padded": padded}
+        for pack in (1, 2, 4, 8, 16, 24, 48)
+        for padded in (False, True)
+    ],
+    "own tokens in the cache": [
+        {"own_cached": True, "causal": causal, "block_size": size}
+        for causal in (True, False)
+        for size in (16, 48)
+    ],
+    "windows": [{"window": window, "causal": causal} for window in WINDOWS for causal in (True, False)],
+    "scales of softmax": [{"sm_scale": scale} for scale in (1e-30, 1e-4, 3.0)],
+    "scales of o": [{"out_scale": scale} for scale in (1e-6, 3e-4, 0.7, 40.0)],
+}
 
 
 @each_source
-def test_short_requests(source: dict[str, Any]) -> None:
-    """Of no token, of one, without context, and of all these together."""
-    for query_lengths, contexts in (
-        ((1,), (0,)),
-        ((1,), (1,)),
-        ((1,), (700,)),
-        ((0,), (50,)),
-        ((0, 0, 3), (50, 0, 0)),
-        ((1, 1, 1, 1), (0, 1, 15, 16)),
-        ((2, 0, 1, 0), (17, 5, 0, 0)),
-        ((150, 0, 64), (0, 90, 0)),
-    ):
-        checked(make_prefix_inputs(PrefixCase(query_lengths, contexts, rows_around=3, **source)))
+@pytest.mark.parametrize("edge", EDGES)
+def test_edges(edge: str, source: dict[str, Any]) -> None:
+    """With every source of pages. A mismatch does not hide the next one."""
+    run_cases([PrefixCase(**{**MANY, **source, **changes}) for changes in EDGES[edge]])
+
+
+# ---- lengths
 
 
 @pytest.mark.parametrize("arrays_of_k", (True, False), ids=("own", "cached"))
@@ -78,37 +150,6 @@ def test_nothing_to_do(b: int, arrays_of_k: bool) -> None:
     inputs = make_prefix_inputs(PrefixCase((0,) * b, (0,) * b))
     assert inputs.q.numel() == 0
     checked(inputs)
-
-
-@each_source
-def test_lengths_at_borders_of_tiles(source: dict[str, Any]) -> None:
-    """Of 64 and 128 query rows, of pages, and of 48 to 128 keys."""
-    queries = [border + step for border in (16, 32, 64, 128, 256) for step in (-1, 0, 1)]
-    contexts = [border + step for border in (16, 48, 80, 96, 128, 256, 384) for step in (-1, 0, 1)]
-    draw = random.Random(2)
-    for window in (0, 100):
-        for _ in range(3):
-            draw.shuffle(queries)
-            draw.shuffle(contexts)
-            case = PrefixCase(
-                tuple(queries), tuple(contexts[: len(queries)]), h_q=2, h_kv=2, window=window, **source
-            )
-            checked(make_prefix_inputs(case))
-
-
-@each_source
-@pytest.mark.parametrize("own_cached", (False, True))
-def test_fewer_tokens_than_queries(own_cached: bool, source: dict[str, Any]) -> None:
-    """b_seq_len counts as the number of queries; in the cache, tokens from b_seq_len on do not exist."""
-    for causal in (True, False):
-        case = PrefixCase(
-            (130, 4, 64, 70, 1, 5), (-1, -4, -63, 20, -1, -2), own_cached=own_cached, causal=causal, **source
-        )
-        inputs = make_prefix_inputs(case)
-        checked(inputs)
-        if own_cached:  # requests without any token
-            rows = [*range(130, 134), 268]
-            assert bool((attend(inputs)[rows] == 0).all())
 
 
 @each_source
@@ -142,24 +183,6 @@ def test_arguments_that_change_nothing() -> None:
             got = checked(inputs, max_input_len=max_input_len)
             assert_same_bits(f"max_input_len {max_input_len}", got, want)
     checked(inputs, max_input_len=2**30)
-
-
-@each_source
-def test_many_requests(source: dict[str, Any]) -> None:
-    """More than a warp looks at in one step, most of them short or empty."""
-    draw = random.Random(5)
-    query_lengths = tuple(draw.choice((0, 0, 1, 2, 17, 150)) for _ in range(333))
-    contexts = tuple(draw.choice((0, 1, 5, 90, 300)) for _ in range(333))
-    for heads in ((4, 4), (8, 2)):
-        checked(
-            make_prefix_inputs(PrefixCase(query_lengths, contexts, h_q=heads[0], h_kv=heads[1], **source))
-        )
-
-
-@each_source
-def test_long_contexts(source: dict[str, Any]) -> None:
-    for window in (0, 100):
-        checked(make_prefix_inputs(PrefixCase((3, 130), (40_000, 9_000), window=window, **source)))
 
 
 def test_more_than_65535_heads_of_requests() -> None:
@@ -199,41 +222,7 @@ def test_strides_past_2_31_elements(axis: int) -> None:
     check_prefix(inputs, attend(replace(inputs, q=q, k=k, v=v), o))
 
 
-# ---- heads, dimensions, pages
-
-SIZES: tuple[dict[str, Any], ...] = (
-    *[
-        {"h_q": h_q, "h_kv": h_kv, "sinks": "float32"}
-        for h_q, h_kv in ((1, 1), (6, 2), (5, 1), (64, 1), (128, 1), (96, 32))
-    ],
-    *[
-        {"d": d, "x": x, "layout": layout}
-        for layout in ("plain", "slice")
-        for d, x in ((1, 1), (17, 17), (17, 1), (40, 8), (111, 37), (160, 8), (160, 32), (224, 8))
-    ],
-    *[{"block_size": size, "window": 0} for size in (1, 2, 3, 7, 12, 16, 17, 48, 100, 112, 544, 1056)],
-    *[{"block_size": size, "window": 100} for size in (1, 7, 16, 48, 112, 1056)],
-    *[{"x": x} for x in (1, 2, 4, 8, 16, 32, 64, 128)],
-    *[
-        {"block_size": 48, "pack": pack, "padded": padded}
-        for padded in (False, True)
-        for pack in (1, 2, 4, 8, 16, 24, 48)
-    ],
-    *[
-        {"own_cached": True, "causal": causal, "block_size": size}
-        for causal in (True, False)
-        for size in (16, 48)
-    ],
-)
-
-
-@each_source
-@pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: PrefixCase((), (), **sizes).id)
-def test_sizes(sizes: dict[str, Any], source: dict[str, Any]) -> None:
-    """Groups of heads up to more than a tile has rows, head dimensions, pages, groups of dimensions,
-    interleaved values, and own tokens in the cache.
-    """
-    checked(make_prefix_inputs(PrefixCase(**{**MANY, **source, **sizes})))
+# ---- pages
 
 
 @each_source
@@ -374,14 +363,6 @@ def test_a_spoilt_request(source: dict[str, Any]) -> None:
 
 
 @each_source
-@pytest.mark.parametrize("causal", (True, False), ids=("causal", "full"))
-def test_windows(causal: bool, source: dict[str, Any]) -> None:
-    """Of one token, around borders of pages and tiles, and past all tokens."""
-    for window in (1, 2, 15, 16, 17, 48, 64, 80, 127, 128, 129, 600, 1016, 1300, 2**30, 2**40):
-        checked(make_prefix_inputs(PrefixCase(**MANY, window=window, causal=causal, **source)))
-
-
-@each_source
 def test_a_window_of_one_token_is_its_value(source: dict[str, Any]) -> None:
     case = PrefixCase(**MANY, window=1, h_kv=4, **source)
     inputs = make_prefix_inputs(case)
@@ -446,12 +427,15 @@ def test_every_byte_of_a_cache(cache: str, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("cache", ("fp8", "fp8_e4m3", "fp8_e5m2"))
-@pytest.mark.parametrize("scale", (2.0**-60, 2.0**-20, 1e-4, 3.7, 1e2, 1e20))
-def test_scales_of_caches(scale: float, cache: str) -> None:
+def test_scales_of_caches(cache: str) -> None:
     """Tiny ones, which clip the cached tokens, and large ones, which leave few bits of them."""
-    for k_scale, v_scale in ((scale, 1.0), (1.0, scale), (scale, scale)):
-        case = PrefixCase(**MANY, kv_cache_dtype=cache, x=16, k_scale=k_scale, v_scale=v_scale)
-        checked(make_prefix_inputs(case))
+    run_cases(
+        [
+            PrefixCase(**MANY, kv_cache_dtype=cache, x=16, k_scale=k_scale, v_scale=v_scale)
+            for scale in (2.0**-60, 2.0**-20, 1e-4, 3.7, 1e2, 1e20)
+            for k_scale, v_scale in ((scale, 1.0), (1.0, scale), (scale, scale))
+        ]
+    )
 
 
 def test_scales_as_numbers_or_arrays() -> None:
@@ -547,15 +531,6 @@ def test_bytes_of_large_numbers(source: dict[str, Any]) -> None:
     got = exact_values(torch.tensor([1.0, nan, 2.0, -nan], device="cuda"), "bfloat16", 1.0, **source)
     assert decode_out(got)[::2].tolist() == [1, 2]
     assert bool((got[1::2] & 0x7F == 0x7F).all())
-
-
-@pytest.mark.parametrize("scale", (1e-6, 3e-4, 0.7, 40.0))
-def test_scales_of_o(scale: float) -> None:
-    """The smallest makes all elements as large as e4m3 has them, the largest most of them 0."""
-    for source in SOURCES.values():
-        written = checked(make_prefix_inputs(PrefixCase(**MANY, out_scale=scale, **source)))
-        if scale == 1e-6:
-            assert float((decode_out(written).abs() == E4M3_LARGEST).double().mean()) > 0.9
 
 
 # ---- arrays that are copied, and strides of 0

@@ -12,14 +12,11 @@ from typing import Any
 
 from rawmla.flex.block_mask import BlockMask
 
-from .compare import Tolerance, measure
 from .functions import BIASES, MASKS, SCORES, Function, Sizes
-from .mha import changed_fields, in_gaps, problems_of_out
+from .mha import changed_fields, in_gaps, problems_of_lse, problems_of_out
 
 CHUNK_SCORES = 1 << 25
 """Scores of one step of the reference (256 MiB in float64), unless a single head has more."""
-
-_ANY = Tolerance(absolute=inf, relative=inf)
 
 
 # ---- cases
@@ -322,14 +319,6 @@ def check_flex(
             continue
         if one.dtype != torch.float32 or one.shape != wanted.shape:
             raise AssertionError(f"{case.id}: {name} is {one.dtype} {tuple(one.shape)}")
-        if measure(one, wanted, _ANY).misplaced:
-            problems.append(f"{name} is infinite or NaN elsewhere than in the reference")
-        finite = wanted.isfinite() & one.isfinite()
-        excess = (one.double() - wanted)[finite].abs()
-        if not approximate:
-            excess = excess - 2e-6 * wanted[finite].abs()
-        most = float(excess.max()) if excess.numel() else 0.0
-        if not most <= (1e-2 if approximate else 1e-4):
-            problems.append(f"error of {name} {most:.3g}")
+        problems += problems_of_lse(name, one, wanted, approximate=approximate)
     if problems:
         raise AssertionError(f"{case.id}: {'; '.join(problems)}")

@@ -26,7 +26,7 @@ from .flex import (
     reference,
 )
 from .mha import LEAST
-from .mha_backward import FLOAT32, NAMES, BackwardResults, norms, problems_of_gradient
+from .mha_backward import FLOAT32, NAMES, BackwardResults, check_kinds, norms, problems_of_rows
 
 OF_SCORE = 2.0**-22
 """Relative error of scores and of lse in float32."""
@@ -330,20 +330,11 @@ def check_flex_backward(
         want = reference_backward(inputs, gradients, results)
     times = 4.0 if _is_approximate(inputs) else 1.0
     rows = 2.0 if inputs.score is not None and inputs.score.positive else 1.0
-    problems = []
-    dq, dk, dv, captured = got
-    for i, (gradient, source) in enumerate(zip((dq, dk, dv), (inputs.q, inputs.k, inputs.v), strict=True)):
-        if gradient.dtype != source.dtype or gradient.shape != source.shape:
-            raise AssertionError(
-                f"{case.id}: {NAMES[i]} of {gradient.dtype} and shape {tuple(gradient.shape)}"
-            )
-        unused = want.rows.floors[i] == 0
-        if not bool((gradient[unused] == 0).all()):
-            problems.append(f"{NAMES[i]} is not 0 in a row that takes no part")
-        problems += problems_of_gradient(i, gradient, want.rows, case.dtype, times, rows)
-    attending = results[1] > -inf
-    if not bool((gradients.dout[attending] != 0).any()) and not bool((dv == 0).all()):
-        problems.append("dv is not 0 without a gradient of out")
+    *row_gradients, captured = got
+    check_kinds(case.id, NAMES, row_gradients, (inputs.q, inputs.k, inputs.v))
+    unused = [floor == 0 for floor in want.rows.floors]
+    dout = gradients.dout[results[1] > -inf]
+    problems = problems_of_rows(row_gradients, want.rows, unused, dout, case.dtype, times, rows)
     sources = captured_tensors(inputs)
     if set(captured) != set(sources):
         raise AssertionError(f"{case.id}: gradients of {sorted(captured)} instead of {sorted(sources)}")

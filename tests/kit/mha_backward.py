@@ -6,6 +6,7 @@ heads at a time, and how much the roundings of a kernel may move each row of its
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Any
@@ -144,11 +145,14 @@ def reference_backward(
     arrays = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "dout": gradients.dout, "dlse": gradients.dlse}
     arrays["out"], arrays["lse"] = (None, None) if results is None else results
     slopes = inputs.alibi_slopes
-    sums = _Sums.zeros(inputs, dtype)
+    exact = torch.float64 if dtype == torch.float64 else torch.float32
+    values = [torch.zeros(x.shape, dtype=exact, device=x.device) for x in (inputs.q, inputs.k, inputs.v)]
+    sizes, floors = ([x.new_zeros(x.shape[:-1]) for x in values] for _ in range(2))
+    dsink = torch.zeros(inputs.q.shape[-2], dtype=torch.float64, device=inputs.q.device)
     if inputs.cu_seqlens_q is None:
         for name in ("lse", "dlse"):
             arrays[name] = None if arrays[name] is None else arrays[name].mT
-        _add_gradients(sums, arrays, inputs, slopes, dtype)
+        _add_gradients((values, sizes, floors), dsink, arrays, inputs, slopes, dtype)
     else:
         for r, (rows_q, rows_k) in enumerate(tokens_of(inputs)):
             own = {
@@ -156,61 +160,34 @@ def reference_backward(
                 for name, x in arrays.items()
             }
             one_slopes = slopes[r : r + 1] if slopes is not None and slopes.ndim == 2 else slopes
-            _add_gradients(sums.of_rows(rows_q, rows_k), own, inputs, one_slopes, dtype)
-    values = tuple(x.to(dtype) for x in (sums.dq, sums.dk, sums.dv))
+            rows = (rows_q, rows_k, rows_k)
+            parts = [
+                [x[at][None] for x, at in zip(sums, rows, strict=True)] for sums in (values, sizes, floors)
+            ]
+            _add_gradients(parts, dsink, own, inputs, one_slopes, dtype)
+    found = [x.to(dtype) for x in values]
     if inputs.attn_sink is not None:
-        values = (*values, sums.dsink if dtype == torch.float64 else sums.dsink.to(inputs.attn_sink.dtype))
-    return BackwardResults(values, sums.sizes.roots(), sums.floors.roots())
+        found.append(dsink if dtype == torch.float64 else dsink.to(inputs.attn_sink.dtype))
+    return BackwardResults(tuple(found), *(tuple(x.sqrt() for x in part) for part in (sizes, floors)))
 
 
-@dataclass
-class _Squares:
-    """L2 norms of rows of q, of k and of v, squared."""
+def _add_gradients(
+    sums: Sequence[list[Any]],
+    dsink: Any,
+    arrays: dict[str, Any],
+    inputs: MhaInputs,
+    slopes: Any,
+    dtype: Any,
+) -> None:
+    """Add the gradients of requests of one length: all arrays are `[b, s, h, ...]`.
 
-    q: Any
-    k: Any
-    v: Any
-
-    def roots(self) -> tuple[Any, Any, Any]:
-        return self.q.sqrt(), self.k.sqrt(), self.v.sqrt()
-
-
-@dataclass
-class _Sums:
-    """The results, to which heads and requests are added; `dsink` is shared by all requests."""
-
-    dq: Any
-    dk: Any
-    dv: Any
-    dsink: Any
-    sizes: _Squares
-    floors: _Squares
-
-    @classmethod
-    def zeros(cls, inputs: MhaInputs, dtype: Any) -> _Sums:
-        import torch
-
-        exact = torch.float64 if dtype == torch.float64 else torch.float32
-        q, k, v = (torch.zeros(x.shape, dtype=exact, device=x.device) for x in (inputs.q, inputs.k, inputs.v))
-        dsink = torch.zeros(q.shape[-2], dtype=torch.float64, device=q.device)
-        squares = [_Squares(*(x.new_zeros(x.shape[:-1]) for x in (q, k, v))) for _ in range(2)]
-        return cls(q, k, v, dsink, *squares)
-
-    def of_rows(self, rows_q: slice, rows_k: slice) -> _Sums:
-        """The part of one request, as a batch of one."""
-
-        def part(squares: _Squares) -> _Squares:
-            return _Squares(squares.q[rows_q][None], squares.k[rows_k][None], squares.v[rows_k][None])
-
-        dq, dk, dv = self.dq[rows_q][None], self.dk[rows_k][None], self.dv[rows_k][None]
-        return _Sums(dq, dk, dv, self.dsink, part(self.sizes), part(self.floors))
-
-
-def _add_gradients(sums: _Sums, arrays: dict[str, Any], inputs: MhaInputs, slopes: Any, dtype: Any) -> None:
-    """Add the gradients of requests of one length: all arrays are `[b, s, h, ...]`."""
+    `sums` are the values, and the squares of their sizes and floors, of q, k and v each. `dsink` is shared by
+    all requests.
+    """
     import torch
 
     case = inputs.case
+    (dq, dk, dv), sizes, floors = sums
     q, k = arrays["q"], arrays["k"]
     b, s_q, h_q, d_qk = q.shape
     s_k, h_kv = k.shape[1:3]
@@ -267,21 +244,21 @@ def _add_gradients(sums: _Sums, arrays: dict[str, Any], inputs: MhaInputs, slope
         off_ds = (slope * off_p + off_slope) * ds
         ds, terms = (slope * ds).masked_fill(hidden, 0.0), slope * terms
 
-        _add(sums.dq, own, scale * (ds.to(dtype) @ keys))
-        _add(sums.dk, shared, scale * (ds.to(dtype).mT @ queries))
-        _add(sums.dv, shared, p.mT @ dout)
-        sums.dsink.index_add_(0, head, -(share * dots).sum(-1).double())
+        _add(dq, own, scale * (ds.to(dtype) @ keys))
+        _add(dk, shared, scale * (ds.to(dtype).mT @ queries))
+        _add(dv, shared, p.mT @ dout)
+        dsink.index_add_(0, head, -(share * dots).sum(-1).double())
         if dtype != torch.float64:
             continue
         least = LEAST[case.dtype]
         # dS is rounded before or after the scale.
         lost = FLOAT32 * scale * terms + least * (max(scale, 1.0) + scale * factors)
         smallest = torch.full_like(lost, least)
-        for squares, of_ds, of_p in ((sums.sizes, scale * off_ds, off_p * p), (sums.floors, lost, smallest)):
+        for squares, of_ds, of_p in ((sizes, scale * off_ds, off_p * p), (floors, lost, smallest)):
             of_ds, of_p = (x.masked_fill(hidden, 0.0).square() for x in (of_ds, of_p))
-            _add(squares.q, own, (of_ds @ norms(keys).square())[..., 0])
-            _add(squares.k, shared, (of_ds.mT @ norms(queries).square())[..., 0])
-            _add(squares.v, shared, (of_p.mT @ norms(dout).square())[..., 0])
+            _add(squares[0], own, (of_ds @ norms(keys).square())[..., 0])
+            _add(squares[1], shared, (of_ds.mT @ norms(queries).square())[..., 0])
+            _add(squares[2], shared, (of_p.mT @ norms(dout).square())[..., 0])
 
 
 def _heads(x: Any, heads: tuple[Any, Any], without: Any) -> Any:
@@ -327,22 +304,13 @@ def check_mha_backward(
     case = inputs.case
     with torch.no_grad():  # the inputs may require grad
         want = reference_backward(inputs, gradients, results)
-    names = NAMES[: len(want.values)]
-    if len(got) != len(names):
-        raise AssertionError(f"{case.id}: {len(got)} gradients instead of {len(names)}")
-    sources = (inputs.q, inputs.k, inputs.v, inputs.attn_sink)
-    for name, one, source in zip(names, got, sources, strict=False):
-        if one.dtype != source.dtype or one.shape != source.shape:
-            raise AssertionError(f"{case.id}: {name} of {one.dtype} and shape {tuple(one.shape)}")
-    problems = []
-    times = 4.0 if case.softcap else 1.0
+    if len(got) != len(want.values):
+        raise AssertionError(f"{case.id}: {len(got)} gradients instead of {len(want.values)}")
+    check_kinds(case.id, NAMES, got, (inputs.q, inputs.k, inputs.v, inputs.attn_sink))
     used_q, used_k = rows_in_use(inputs)
-    for i, used in enumerate((used_q, used_k, used_k)):
-        if not bool((got[i][~used] == 0).all()):
-            problems.append(f"{names[i]} is not 0 in a row that takes no part")
-        problems += problems_of_gradient(i, got[i], want, case.dtype, times)
-    if not bool((gradients.dout[used_q] != 0).any()) and not bool((got[2] == 0).all()):
-        problems.append("dv is not 0 without a gradient of out")
+    unused = ~used_q, ~used_k, ~used_k
+    times = 4.0 if case.softcap else 1.0
+    problems = problems_of_rows(got[:3], want, unused, gradients.dout[used_q], case.dtype, times)
     if len(got) == 4:
         problems += _problems_of_dsink(got[3], want.values[3], gradients.dout[used_q], results[0][used_q])
     if plain:
@@ -351,8 +319,35 @@ def check_mha_backward(
         raise AssertionError(f"{case.id}: {'; '.join(problems)}")
 
 
-def problems_of_gradient(
-    i: int, got: Any, want: BackwardResults, dtype: str, times: float, rows: float = 1.0
+def check_kinds(case: str, names: Sequence[str], got: Sequence[Any], sources: Sequence[Any]) -> None:
+    """Raise AssertionError unless gradients have the dtypes and shapes of what they belong to."""
+    for name, one, source in zip(names, got, sources, strict=False):
+        if one.dtype != source.dtype or one.shape != source.shape:
+            raise AssertionError(f"{case}: {name} of {one.dtype} and shape {tuple(one.shape)}")
+
+
+def problems_of_rows(
+    got: Sequence[Any],
+    want: BackwardResults,
+    unused: Sequence[Any],
+    dout: Any,
+    dtype: str,
+    times: float,
+    rows: float = 1.0,
+) -> list[str]:
+    """What is wrong with dq, dk and dv, of which some rows are `unused`; `dout` is that of the other ones."""
+    problems = []
+    for i, (one, without) in enumerate(zip(got, unused, strict=True)):
+        if not bool((one[without] == 0).all()):
+            problems.append(f"{NAMES[i]} is not 0 in a row that takes no part")
+        problems += _problems_of_gradient(i, one, want, dtype, times, rows)
+    if not bool((dout != 0).any()) and not bool((got[2] == 0).all()):
+        problems.append("dv is not 0 without a gradient of out")
+    return problems
+
+
+def _problems_of_gradient(
+    i: int, got: Any, want: BackwardResults, dtype: str, times: float, rows: float
 ) -> list[str]:
     """What is wrong with dq, dk or dv: it may be off by `times` times the error of rounding to the dtype, and
     each row by `rows` times as much.

@@ -18,6 +18,7 @@ from .mha import (
     flash_attn_func,
     in_gaps,
     problems_of_out,
+    sink_of,
     used_rows,
 )
 
@@ -215,13 +216,7 @@ def make_prefix_inputs(case: PrefixCase, device: str = "cuda") -> PrefixInputs:
 
     k_cache, v_cache = caches
     b_loc = _table(case, table.to(device), k_cache)
-    sinks = None
-    if case.sinks is not None:
-        sinks = numbers(case.h_q).to(
-            torch.float32 if case.sinks == "infinite" else getattr(torch, case.sinks)
-        )
-        if case.sinks == "infinite":
-            sinks[::3], sinks[1::3] = float("inf"), float("-inf")
+    sinks = None if case.sinks is None else sink_of(case.sinks, numbers(case.h_q))
     slopes = torch.rand(case.h_q, generator=draw, device=device) * 0.2 if case.alibi else None
 
     def scale_of(number: float | None, *shape: int) -> Any:

@@ -36,12 +36,19 @@ def renew(target: Any, array: np.ndarray) -> None:
 
 CACHE_CASES = tuple(Sizes(kind.replace(" ", "_"), kind) for kind in KINDS)
 QUANTIZE_CASES = tuple(Sizes(kind, kind) for kind in LAYOUTS)
+SMALL_CACHE_CASES = (*CACHE_CASES, *(Sizes(f"{case.id}_pages_of_5", case.kind, 5) for case in CACHE_CASES))
+SMALL_QUANTIZE_CASES = (*QUANTIZE_CASES, *(Sizes(f"{kind}_pages_of_5", kind, 5) for kind in LAYOUTS))
 
 
-def new_slots(seed: int, tokens: int) -> np.ndarray:
+def page_of(case: Sizes) -> int:
+    """Tokens per page."""
+    return case.n or PAGE
+
+
+def new_slots(seed: int, tokens: int, page: int) -> np.ndarray:
     """Slots of a cache, some of them to be skipped."""
-    slots = np.random.default_rng(seed).permutation(NUM_BLOCKS * PAGE)[:tokens]
-    slots[2::7], slots[3::11] = -1, NUM_BLOCKS * PAGE
+    slots = np.random.default_rng(seed).permutation(NUM_BLOCKS * page)[:tokens]
+    slots[2::7], slots[3::11] = -1, NUM_BLOCKS * page
     return slots
 
 
@@ -51,11 +58,11 @@ def write_call(case: Sizes, device: str = "cuda", tokens: int = 40) -> Call:
     arguments = {
         "kv_c": rows[:, :-64].contiguous(),
         "k_pe": rows[:, -64:].contiguous(),
-        "slot_mapping": to_device(new_slots(0, tokens), device),
+        "slot_mapping": to_device(new_slots(0, tokens, page_of(case)), device),
     }
 
     def check_cache(got: tuple[Any, ...]) -> None:
-        want = host_cache(case.kind, NUM_BLOCKS, PAGE)
+        want = host_cache(case.kind, NUM_BLOCKS, page_of(case))
         host = [to_host(arguments[name]) for name in ("kv_c", "k_pe")]
         kv_c, k_pe = (x.view(ml_dtypes.bfloat16) for x in host)
         reference.write_kv_cache(kv_c, k_pe, want, to_host(arguments["slot_mapping"]))
@@ -68,7 +75,7 @@ def write_call(case: Sizes, device: str = "cuda", tokens: int = 40) -> Call:
         check_cache,
         case,
         written="kv_cache",
-        fresh=lambda: PaddedCache(case.kind, NUM_BLOCKS, PAGE, device=device).view,
+        fresh=lambda: PaddedCache(case.kind, NUM_BLOCKS, page_of(case), device=device).view,
     )
 
 
@@ -79,7 +86,7 @@ def write_changes(call: Call) -> Iterator[None]:
         rows = values((len(slots), COLUMNS[call.inputs.kind]), seed=seed)
         renew(kv_c, rows[:, :-64].copy())
         renew(k_pe, rows[:, -64:].copy())
-        renew(slots, new_slots(seed, len(slots)))
+        renew(slots, new_slots(seed, len(slots), page_of(call.inputs)))
         yield
 
 
@@ -87,6 +94,8 @@ WRITE = Operation(
     name="write_kv_cache",
     make=write_call,
     cases=CACHE_CASES,
+    small_cases=SMALL_CACHE_CASES,
+    kernels=("mla_cache_write",),
     arrays=("kv_c", "k_pe", "slot_mapping"),
     any_integer=("slot_mapping",),
     floats=lambda case: ("kv_c", "k_pe"),
@@ -101,6 +110,7 @@ WRITE = Operation(
         "cache of 3 dimensions": (ValueError, "kv_cache", replaced("kv_cache", lambda x: x[0])),
     },
     changes=write_changes,
+    writes=True,
 )
 
 
@@ -161,6 +171,7 @@ GATHER = Operation(
     name="gather_kv_cache",
     make=gather_call,
     cases=CACHE_CASES,
+    kernels=("mla_cache_gather",),
     arrays=("kv_cache", "block_table", "cache_seqlens", "workspace_starts", "seq_starts"),
     floats=lambda case: () if case.kind in LAYOUTS else ("kv_cache",),
     strides={"block_table": ("columns", "odd")},
@@ -181,12 +192,13 @@ GATHER = Operation(
         "one start too few": (ValueError, "seq_starts", replaced("seq_starts", lambda x: x[:-1])),
     },
     changes=gather_changes,
+    writes=True,
 )
 
 
 def quantize_call(case: Sizes, device: str = "cuda") -> Call:
     """The call of `quantize_k_cache`."""
-    source = to_device(values((NUM_BLOCKS, PAGE, 1, COLUMNS[case.kind])), device)
+    source = to_device(values((NUM_BLOCKS, page_of(case), 1, COLUMNS[case.kind])), device)
 
     def check_bytes(got: tuple[Any, ...]) -> None:
         want = reference.quantize_k_cache(to_host(source).view(ml_dtypes.bfloat16), case.kind)
@@ -207,6 +219,8 @@ QUANTIZE = Operation(
     name="quantize_k_cache",
     make=quantize_call,
     cases=QUANTIZE_CASES,
+    small_cases=SMALL_QUANTIZE_CASES,
+    kernels=("mla_cache_write",),
     arrays=("k_cache",),
     floats=lambda case: ("k_cache",),
     strides={"k_cache": ("wide", "columns", "permuted", "unaligned", "odd")},
@@ -222,11 +236,11 @@ QUANTIZE = Operation(
 
 def dequantize_call(case: Sizes, device: str = "cuda") -> Call:
     """The call of `dequantize_k_cache`."""
-    host = reference.quantize_k_cache(values((NUM_BLOCKS, PAGE, 1, COLUMNS[case.kind])), case.kind)
+    host = reference.quantize_k_cache(values((NUM_BLOCKS, page_of(case), 1, COLUMNS[case.kind])), case.kind)
     source = PaddedCache.of(case.kind, host, device).view
 
     def check_rows(got: tuple[Any, ...]) -> None:
-        rows = NUM_BLOCKS * PAGE
+        rows = NUM_BLOCKS * page_of(case)
         want = np.zeros((rows, COLUMNS[case.kind]), np.float32)
         table = np.arange(NUM_BLOCKS)[None]
         reference.gather_kv_cache(to_host(source), table, [rows], want, workspace_starts=[0])
@@ -237,10 +251,10 @@ def dequantize_call(case: Sizes, device: str = "cuda") -> Call:
 
 def dequantize_changes(call: Call) -> Iterator[None]:
     """New values."""
-    source, kind = call.arguments["cache"], call.inputs.kind
+    source, case = call.arguments["cache"], call.inputs
     for seed in (1, 2):
-        shape = (NUM_BLOCKS, PAGE, 1, COLUMNS[kind])
-        renew(source, reference.quantize_k_cache(values(shape, seed=seed), kind))
+        shape = (NUM_BLOCKS, page_of(case), 1, COLUMNS[case.kind])
+        renew(source, reference.quantize_k_cache(values(shape, seed=seed), case.kind))
         yield
 
 
@@ -248,6 +262,8 @@ DEQUANTIZE = Operation(
     name="dequantize_k_cache",
     make=dequantize_call,
     cases=QUANTIZE_CASES,
+    small_cases=SMALL_QUANTIZE_CASES,
+    kernels=("mla_cache_gather",),
     arrays=("cache",),
     floats=lambda case: (),
     empty={"no blocks": (lambda a: {"cache": a["cache"][:0]}, {"k_cache": 0})},
@@ -299,6 +315,7 @@ CONVERT = Operation(
     name="convert_indices",
     make=convert_call,
     cases=CONVERT_CASES,
+    kernels=("mla_convert_indices",),
     arrays=("indices", "block_table", "request_ids"),
     floats=lambda case: (),
     strides={

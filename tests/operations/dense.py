@@ -89,7 +89,14 @@ def assert_same_results(name: str, inputs: MhaInputs, got: tuple[Any, Any], want
 def dense_call(inputs: MhaInputs) -> Call:
     """The call of a case's inputs."""
     function, arguments = named_arguments(inputs)
-    return Call(function, arguments, ("out", "lse"), lambda got: check_mha(inputs, (got[0], got[1])), inputs)
+    return Call(
+        function,
+        arguments,
+        ("out", "lse"),
+        lambda got: check_mha(inputs, (got[0], got[1])),
+        inputs,
+        covered=lambda: covered_rows(inputs),
+    )
 
 
 def make_dense_call(case: MhaCase, device: str = "cuda") -> Call:
@@ -173,6 +180,10 @@ SEGMENTS = MhaCase(
 )
 IN_PLACE = replace(SEGMENTS, gap=0.0, layout="plain")  # its requests may begin anywhere
 RERUNS = ((1, 239), (239, 1), (3, 799), (799, 3), (1024, 128), (97, 97), (257, 257), (2048, 2048))
+MANY: Arguments = {
+    "q_lengths": (1, 400, 0, 33, 64, 130) * 10,
+    "k_lengths": (300, 401, 90, 0, 64, 17) * 10,
+}
 SMALL: Arguments = {"q_lengths": (5, 0, 1, 140), "k_lengths": (3, 7, 0, 270)}
 SMALL_SAME: Arguments = {"q_lengths": (5, 0, 1, 140), "k_lengths": (5, 0, 1, 140), "h_q": 2, "h_kv": 2}
 ARRAYS = ("q", "k", "v", "attn_sink", "alibi_slopes")
@@ -214,6 +225,7 @@ MHA = Operation(
         MhaCase(b=1, s_q=140, s_k=270, h_q=2, h_kv=2, d_qk=96, d_v=96, causal=True, dtype="float16"),
         MhaCase(b=1, s_q=200, s_k=300, h_q=2, h_kv=1, d_qk=64, d_v=64, softcap=15.0, alibi="heads"),
         MhaCase(b=2, s_q=70, s_k=90, h_q=2, h_kv=2, d_qk=59, d_v=111, layout="slice"),
+        MhaCase(b=1, s_q=40, s_k=2100, h_q=1, h_kv=1, causal=True, sink="float32"),  # whose keys are split
         # Tiles that a CTA takes one after the other, by turns, or causal ones from the counter.
         MhaCase(b=150, s_q=5, s_k=130, h_q=2, h_kv=2),
         MhaCase(b=150, s_q=5, s_k=130, h_q=2, h_kv=2, causal=True),
@@ -235,6 +247,7 @@ MHA = Operation(
     graph_cases=(replace(BATCH, gap=0.0),),
     strides={"q": ROWS, "k": ROWS, "v": (*ROWS, "transposed")},
     odd_last=("q", "k", "v"),
+    copied=("v",),
     ordered_like="q",
     grads=("q", "k", "v", "attn_sink"),
     out=slices,
@@ -262,11 +275,7 @@ MHA_VARLEN = replace(
         MhaCase(**SMALL, d_qk=59, d_v=111),
     ),
     kernels=("mha_forward",),
-    rerun_cases=(
-        MhaCase(
-            q_lengths=(1, 400, 0, 33, 64, 130) * 10, k_lengths=(300, 401, 90, 0, 64, 17) * 10, causal=True
-        ),
-    ),
+    rerun_cases=(MhaCase(**MANY, causal=True),),
     graph_cases=(IN_PLACE, replace(IN_PLACE, causal=True, window=(-1, -1))),
     empty={"no query tokens": (lambda a: {"q": a["q"][:0]}, {"out": 0, "lse": 0})},
 )
@@ -283,9 +292,10 @@ MHA_QKV = replace(
     ),
     rerun_cases=(),
     repeats=20,
-    graph_cases=(),
+    graph_cases=(MhaCase(**SAME, packed="qkv", d_qk=192, h_kv=4, causal=True, gap=0.0),),
     strides={"qkv": ("wide", "columns")},
     odd_last=("qkv",),
+    copied=(),
     ordered_like="qkv",
     grads=("qkv",),
     empty={"no tokens": (lambda a: {"qkv": a["qkv"][:0]}, {"out": 0, "lse": 0})},
@@ -299,6 +309,7 @@ MHA_KV = replace(
     arrays=("q", "kv", "cu_seqlens_q", "cu_seqlens_k"),
     floats=floats_of(("q", "kv")),
     small_cases=(MhaCase(**SMALL, packed="kv4", d_qk=64, d_v=64),),
+    graph_cases=(MhaCase(**RAGGED, packed="kv4", d_qk=64, d_v=64, rows_around=9, gap=0.0),),
     strides={"q": ("wide", "columns"), "kv": ("wide", "columns")},
     odd_last=("q", "kv"),
     ordered_like="q",

@@ -18,7 +18,9 @@ from rawmla.kernels.mha_backward_variants import Needs
 from .core import Arguments, Call, Operation, assert_rounded_alike, assert_same_bits, put, slices
 from .dense import (
     IN_PLACE,
+    MANY,
     OF_SEGMENTS,
+    RERUNS,
     ROWS,
     SEGMENTS,
     SMALL,
@@ -47,6 +49,11 @@ class BackwardCase:
     forward: Any
     of: str = "out"
     deterministic: bool = True
+
+    @property
+    def needs_forward(self) -> bool:
+        """Whether out and lse have to be those of the kernel, whose tanh is approximate."""
+        return bool(getattr(self.forward, "softcap", 0.0))
 
     @property
     def id(self) -> str:
@@ -238,10 +245,27 @@ MHA_BACKWARD = Operation(
         ),
     ),
     kernels=("mha_backward_prepare", "mha_backward[", "mha_backward_by_product", "mha_backward_finish"),
-    rerun_cases=both_orders((replace(BATCH, b=20, s_q=257, s_k=257), "both")),
+    rerun_cases=both_orders(
+        *(
+            (MhaCase(b=60, s_q=s_q, s_k=s_k, h_kv=4, d_qk=64, d_v=64, causal=causal, sink="float32"), "out")
+            for causal, (s_q, s_k) in zip((True, False) * 4, RERUNS, strict=True)
+        ),
+        (MhaCase(b=60, s_q=1024, s_k=128, h_kv=4, causal=True, sink="float32"), "out"),
+        (MhaCase(b=60, s_q=257, s_k=257, h_kv=1, causal=True, sink="float32"), "both"),
+        (MhaCase(b=60, s_q=97, s_k=300, h_kv=4, d_qk=96, d_v=96, sink="bfloat16", dtype="float16"), "both"),
+        (
+            MhaCase(b=20, s_q=257, s_k=257, d_qk=64, d_v=64, window=(50, 3), softcap=15.0, alibi="requests"),
+            "both",
+        ),
+        (MhaCase(b=8, s_q=300, s_k=457, d_qk=192, causal=True), "out"),
+        (MhaCase(b=8, s_q=300, s_k=457, d_qk=256, d_v=256, window=(200, 30), h_kv=1, layout="slice"), "both"),
+    ),
+    repeats=1000,
     graph_cases=both_orders((BATCH, "both")),
-    strides={name: ROWS for name in ("dout", "q", "k", "v", "out")},
+    strides={"dout": (*ROWS, "transposed"), **{name: ROWS for name in ("q", "k", "v", "out")}},
     odd_last=("q", "k", "v", "dout", "out", "lse", "dlse"),
+    copied=("dout",),
+    ordered_like="q",
     out=slices,
     outputs=("dq", "dk", "dv"),
     empty={
@@ -277,7 +301,7 @@ MHA_VARLEN_BACKWARD = replace(
         ),
     ),
     kernels=("mha_backward_clear", "mha_backward[", "mha_backward_by_product"),
-    rerun_cases=both_orders((OF_192, "out"), (OF_256, "both")),
+    rerun_cases=both_orders((MhaCase(**MANY, causal=True), "both")),
     graph_cases=(*both_orders((IN_PLACE, "both")), BackwardCase(OF_192, "out"), BackwardCase(OF_256, "both")),
     empty={},
 )

@@ -234,7 +234,7 @@ FLEX = Operation(
     arrays=("query", "key", "value"),
     floats=lambda case: ("query", "key", "value"),
     small_cases=(*SMALL_CASES, TILES),
-    kernels=("flex_forward", "mha_forward"),
+    kernels=("mha_forward",),
     rerun_cases=(
         FlexCase(b=20, s_q=257, s_k=257, mask="causal"),
         FlexCase(b=20, s_q=257, s_k=257, mask="causal", block=(64, 64)),
@@ -248,6 +248,7 @@ FLEX = Operation(
     graph_cases=(CHANGING, replace(CHANGING, block=(64, 32))),
     strides={"query": ROWS, "key": ROWS, "value": (*ROWS, "transposed")},
     odd_last=("query", "key", "value"),
+    copied=("value",),
     ordered_like="query",
     grads=("query", "key", "value"),
     out=slices,

@@ -159,6 +159,8 @@ FLEX_BACKWARD = Operation(
     ),
     strides={"query": ROWS, "value": ROWS, "grad_out": (*ROWS, "transposed")},
     odd_last=ARRAYS,
+    copied=("grad_out",),
+    ordered_like="query",
     bad={"scale NaN": (ValueError, "scale", put("scale", float("nan")))},
     changes=flex_backward_changes,
 )

@@ -77,6 +77,7 @@ MERGE = Operation(
     name="merge_attn_states",
     make=merge_call,
     cases=MERGE_CASES,
+    kernels=("mla_merge_states",),
     arrays=("outs", "lses"),
     floats=lambda case: ("outs", "lses"),
     strides={

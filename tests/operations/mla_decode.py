@@ -129,6 +129,17 @@ DENSE_INVARIANT_CASES = (
     DenseCase(b=32, s_q=2, h_q=12, h_kv=3, d_qk=512, s_k=3000, varlen=True, page_block_size=16),
     DenseCase(b=8, h_q=128, lengths=(40000, 1, 0, 64, 12345, 2048, 2049, 513), sharp=True),
 )
+DENSE_SMALL_CASES = (
+    DenseCase(b=1, h_q=1, lengths=(1,)),
+    DenseCase(b=2, h_q=16, lengths=(0, 0)),
+    DenseCase(b=3, s_q=2, h_q=16, lengths=(0, 63, 129), causal=True),
+    DenseCase(b=1, h_q=128, lengths=(700,)),
+    DenseCase(b=2, s_q=2, h_q=128, lengths=(1, 400), causal=True, dtype="float16"),
+    DenseCase(b=2, s_q=4, h_q=9, h_kv=3, lengths=(3, 200), causal=True, page_block_size=16),
+    DenseCase(b=2, h_q=63, lengths=(65, 300), d_qk=512, page_block_size=32),
+    DenseCase(b=3, h_q=64, lengths=(17, 0, 520), page_block_size=256, dtype="float16", d_qk=512),
+    DenseCase(b=4, h_q=16, lengths=(100, 250, 64, 30), block_gap=8, table_gap=3),
+)
 
 
 def dense_call(inputs: DenseInputs) -> Call:
@@ -235,6 +246,11 @@ DENSE = Operation(
     cases=DENSE_CASES,
     arrays=("q", "k_cache", "block_table", "cache_seqlens"),
     floats=lambda case: ("q", "k_cache"),
+    small_cases=DENSE_SMALL_CASES,
+    kernels=(
+        *("mla_dense_decode[BOX_ROWS=64,CLUSTER=1", "mla_dense_decode[BOX_ROWS=64,CLUSTER=2"),
+        *("mla_dense_decode[BOX_ROWS=32,CLUSTER=1", "mla_dense_decode_few_rows", "mla_combine"),
+    ),
     rerun_cases=DENSE_RERUN_CASES,
     graph_cases=DENSE_GRAPH_CASES,
     invariant_cases=DENSE_INVARIANT_CASES,

@@ -23,7 +23,7 @@ from kit.sparse import INT_MAX, block_fields
 
 from .core import Arguments, Call, Operation, put, replaced
 from .mla_decode import QUERY_STRIDES
-from .mla_sparse import rounds_keys
+from .mla_sparse import CLUSTER_KERNELS, rounds_keys
 
 # ---- calls
 
@@ -98,6 +98,32 @@ PREFILL_CLUSTER_RERUN_CASES = {
     "v32": (SparseCase(b=7, h_q=128, s_k=3000, topk=2048, lengths="random", sink=True, **V32),),
     "model1": (SparseCase(b=40, h_q=256, s_k=3000, topk=500, **MODEL1),),
 }
+PREFILL_SMALL_CASES = {
+    "bf16": (
+        SparseCase(b=1, h_q=1, s_k=1, topk=1, invalid=0.0, **BF16),
+        SparseCase(b=3, h_q=16, s_k=90, topk=70, lengths=(0, 70, 1), index_gap=1, **BF16),
+        SparseCase(b=2, h_q=66, s_k=300, topk=200, sink=True, block_gap=1, empty_rows=0.5, seed=1, **BF16),
+        SparseCase(b=1, h_q=128, s_k=700, topk=650, **BF16_512),
+        SparseCase(b=150, h_q=9, s_k=60, topk=65, lengths="random", sink=True, **BF16),
+    ),
+    "v32": (
+        SparseCase(b=2, h_q=16, s_k=300, topk=200, **{**V32, "page_block_size": 7}),
+        SparseCase(b=2, h_q=64, s_k=100, topk=33, block_gap=1, **{**V32, "page_block_size": 2}),
+    ),
+    "model1": (
+        SparseCase(b=2, h_q=63, s_k=300, topk=133, sink=True, **MODEL1),
+        SparseCase(b=30, h_q=33, s_k=50, topk=40, block_gap=1, **{**MODEL1, "page_block_size": 7}),
+    ),
+}
+PREFILL_CLUSTER_SMALL_CASES = {
+    "v32": (SparseCase(b=3, h_q=80, s_k=200, topk=150, sink=True, **V32),),
+    "model1": (SparseCase(b=3, h_q=128, s_k=200, topk=150, lengths=(0, 150, 60), **MODEL1),),
+}
+PREFILL_KERNELS = {
+    "bf16": ("mla_sparse_bf16",),
+    "v32": ("mla_sparse_fp8_few_heads", "mla_sparse_fp8["),
+    "model1": ("mla_sparse_fp8[", "mla_cache_gather", "mla_sparse_bf16"),
+}
 
 
 def prefill_call(inputs: SparseInputs) -> Call:
@@ -163,6 +189,8 @@ def prefill_operation(layout: str, *, clusters: bool = False) -> Operation:
         cases=tuple(SparseCase(**shape, **kind) for kind in kinds for shape in shapes),
         arrays=("q", "kv", "indices", "attn_sink", "topk_length"),
         floats=lambda case: ("q", "attn_sink", *(("kv",) if layout == "bf16" else ())),
+        small_cases=(PREFILL_CLUSTER_SMALL_CASES if clusters else PREFILL_SMALL_CASES)[layout],
+        kernels=CLUSTER_KERNELS if clusters else PREFILL_KERNELS[layout],
         rerun_cases=reruns,
         graph_cases=tuple(replace(case, lengths="random") for case in reruns),
         strides={

@@ -214,6 +214,43 @@ SPARSE_INVARIANT_CASES = {
         SparseCase(b=64, s_q=2, h_q=128, s_k=1500, topk=1000, lengths="random", layout="bf16", d_qk=512),
     ),
 }
+SPARSE_SMALL_CASES = {
+    "v32": (
+        SparseCase(b=1, h_q=1, s_k=1, topk=1, page_block_size=1, invalid=0.0, power_of_two_scales=True),
+        SparseCase(b=2, s_q=2, h_q=16, s_k=90, topk=70, page_block_size=2, lengths=(0, 70), index_gap=1),
+        SparseCase(b=2, h_q=66, s_k=300, topk=200, sink=True, block_gap=1, empty_rows=0.5, seed=1),
+        SparseCase(b=2, h_q=64, s_k=100, topk=33, extra_s_k=70, extra_topk=1, extra_page_block_size=64),
+    ),
+    "model1": (
+        SparseCase(b=1, h_q=128, s_k=700, topk=650, layout="model1", page_block_size=53, sharp=True),
+        SparseCase(
+            b=3,
+            s_q=2,
+            h_q=9,
+            s_k=200,
+            topk=130,
+            layout="model1",
+            page_block_size=61,
+            block_gap=1,
+            lengths=(1, 0, 300),
+            extra_s_k=100,
+            extra_topk=65,
+            extra_page_block_size=2,
+            extra_lengths=(0, 0, 64),
+            sink=True,
+        ),
+    ),
+    "bf16": (
+        SparseCase(b=2, s_q=2, h_q=16, s_k=150, topk=133, layout="bf16", d_qk=576, page_block_size=7),
+        SparseCase(b=2, h_q=63, s_k=150, topk=64, layout="bf16", d_qk=512, block_gap=1, sink=True),
+    ),
+}
+SPARSE_KERNELS = {
+    "v32": ("mla_sparse_fp8_few_heads", "mla_sparse_fp8["),
+    "model1": ("mla_sparse_fp8[",),
+    "bf16": ("mla_sparse_bf16",),
+}
+CLUSTER_KERNELS = ("mla_sparse_fp8_cluster",)
 
 
 def for_clusters(cases: tuple[SparseCase, ...]) -> tuple[SparseCase, ...]:
@@ -305,6 +342,9 @@ def sparse_operation(layout: str, *, clusters: bool = False) -> Operation:
     per_request = ("q", "indices", "topk_length", "extra_indices_in_kvcache", "extra_topk_length")
     per_token = ("q", "indices", "extra_indices_in_kvcache")
     rows = ("wide", "columns", "permuted", "unaligned", "odd")
+    small_cases = SPARSE_SMALL_CASES[layout]
+    if clusters:
+        small_cases = for_clusters(tuple(case for case in small_cases if case.h_q > 64)[:1])
     return Operation(
         name=f"sparse_{layout}" + "_clusters" * clusters,
         make=make_sparse_call,
@@ -320,6 +360,8 @@ def sparse_operation(layout: str, *, clusters: bool = False) -> Operation:
             "extra_topk_length",
         ),
         floats=sparse_floats,
+        small_cases=small_cases,
+        kernels=CLUSTER_KERNELS if clusters else SPARSE_KERNELS[layout],
         rerun_cases=suited(SPARSE_RERUN_CASES[layout]),
         graph_cases=suited(SPARSE_GRAPH_CASES[layout]),
         invariant_cases=suited(SPARSE_INVARIANT_CASES[layout]),

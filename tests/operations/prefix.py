@@ -144,11 +144,17 @@ def make_prefix_call(case: PrefixCase, device: str = "cuda") -> Call:
         _bytes_of(o).fill_(0xFF)
         return o
 
+    def check(got: tuple[Any, ...]) -> None:
+        check_prefix(inputs, got[0])
+        others = torch.ones(len(inputs.q), dtype=torch.bool, device=got[0].device)
+        others[written_rows(inputs).to(got[0].device)] = False
+        assert bool((got[0].view(torch.uint8)[others] == 0xFF).all()), "the call wrote rows of no request"
+
     return PrefixCall(
         "context_attention_fwd",
         arguments,
         ("o",),
-        lambda got: check_prefix(inputs, got[0]),
+        check,
         inputs,
         written="o",
         fresh=nan_o,
@@ -180,11 +186,13 @@ def prefix_changes(call: Call) -> Iterator[None]:
             if isinstance(getattr(inputs, name), torch.Tensor):
                 getattr(inputs, name).copy_(getattr(other, name))
         yield
+    inputs.b_start_loc.zero_()  # no tokens
+    yield
 
 
 def around_o(o: Any) -> Pads:
     """Room around o, whose rows begin at multiples of 16 bytes."""
-    return ((1, 1), (0, 1), (16, 16))
+    return ((1, 1), (0, 1), (16, 16 + -o.shape[-1] % 16))
 
 
 LENGTHS: Arguments = {
@@ -239,8 +247,9 @@ def prefix_operation(
         rerun_cases=rerun_cases,
         repeats=200,
         graph_cases=(roomy, replace(roomy, table="pointers")),
-        strides={"q": ROWS, "b_loc": ("columns", "odd")},
+        strides={"q": ROWS, **({"v": ("transposed",)} if "v" in arrays else {}), "b_loc": ("columns", "odd")},
         odd_last=("q", "k", "v", "k_scale", "v_scale", "fp8_out_scale"),
+        copied=("v",) if "v" in arrays else (),
         any_integer=("b_loc",),
         out=around_o,
         outputs=("o",),

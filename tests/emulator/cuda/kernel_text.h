@@ -22,28 +22,22 @@
 #define gridDim (emulator::grid_size)
 #define blockDim (emulator::block_size)
 
-struct alignas(8) uint2 {
-    unsigned x, y;
+template <class T>
+struct alignas(2 * sizeof(T)) EmulatorPair {
+    T x, y;
 };
-struct alignas(16) uint4 {
-    unsigned x, y, z, w;
+template <class T>
+struct alignas(4 * sizeof(T)) EmulatorQuad {
+    T x, y, z, w;
 };
-struct alignas(8) int2 {
-    int x, y;
-};
-struct alignas(16) int4 {
-    int x, y, z, w;
-};
-struct alignas(8) float2 {
-    float x, y;
-};
-struct alignas(16) float4 {
-    float x, y, z, w;
-};
+using int2 = EmulatorPair<int>;
+using int4 = EmulatorQuad<int>;
+using uint2 = EmulatorPair<unsigned>;
+using uint4 = EmulatorQuad<unsigned>;
+using float2 = EmulatorPair<float>;
+using float4 = EmulatorQuad<float>;
 inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
-inline int2 make_int2(int x, int y) { return {x, y}; }
-inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
@@ -130,22 +124,22 @@ void __stcs(T* to, const T& value) {
     *to = value;
 }
 template <class T>
-T atomicAdd(T* at, T value) {
+T emulator_replace(T* at, T value) {
     const T old = *at;
-    *at = old + value;
+    *at = value;
     return old;
+}
+template <class T>
+T atomicAdd(T* at, T value) {
+    return emulator_replace<T>(at, *at + value);
 }
 template <class T>
 T atomicOr(T* at, T value) {
-    const T old = *at;
-    *at = old | value;
-    return old;
+    return emulator_replace<T>(at, *at | value);
 }
 template <class T>
 T atomicMax(T* at, T value) {
-    const T old = *at;
-    *at = old > value ? old : value;
-    return old;
+    return emulator_replace<T>(at, *at > value ? *at : value);
 }
 
 // ---- arithmetic

@@ -1,0 +1,241 @@
+"""The small cases of the table of operations, run by their kernels on the emulated device: they reach every
+role and path of a kernel. Further cases are for what depends on the order in which threads run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from full_cases import full_unless  # noqa: E402
+from gpu_support import forced_clusters, united_selections  # noqa: E402
+
+import rawmla  # noqa: E402
+from kit import SparseCase  # noqa: E402
+from kit.flex import FlexCase  # noqa: E402
+from kit.mha import MhaCase, make_mha_inputs  # noqa: E402
+from kit.prefix import PrefixCase  # noqa: E402
+from operations import OPERATIONS, Call, Operation  # noqa: E402
+from operations.dense import SMALL as SMALL_SEGMENTS  # noqa: E402
+from operations.dense import dense_call, make_dense_call  # noqa: E402
+from operations.dense_backward import BackwardCase, make_dense_backward_call  # noqa: E402
+from operations.flex import make_traced_call  # noqa: E402
+from operations.flex_backward import make_flex_backward_call  # noqa: E402
+from operations.memory import all_canaries, between_canaries, fill_with_canaries  # noqa: E402
+from operations.mla_prefill import BF16, make_prefill_call  # noqa: E402
+from operations.mla_sparse import make_sparse_call  # noqa: E402
+from operations.prefix import FEW, FP8_KIND, WITHOUT_OWN, make_prefix_call  # noqa: E402
+
+if TYPE_CHECKING:
+    from emulator import Emulator
+
+
+def labels_alone(emulator: Emulator) -> Any:
+    """Inside, launches are noted and kernels do not run."""
+    return mock.patch.object(emulator, "run", lambda spec, *_: emulator.launched.append(spec.label))
+
+
+def names(emulator: Emulator) -> list[str]:
+    """Names of the kernels that ran."""
+    return [label.partition("[")[0] for label in emulator.launched]
+
+
+@pytest.fixture
+def clusters(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Calls go to the kernel for clusters if the operation says so."""
+    with forced_clusters() if request.getfixturevalue("operation").clusters else nullcontext():
+        yield
+
+
+def checked(emulator: Emulator, call: Call, operation: Operation | None = None) -> None:
+    """Make a call, into slices of larger buffers if the operation takes some, and check its results."""
+    outputs, pairs = {}, []
+    if operation is not None and operation.out is not None:
+        with labels_alone(emulator):
+            results = call.run()
+        for name, result in zip(operation.outputs, results, strict=False):
+            pairs.append(between_canaries(result, operation.out(result)))
+            outputs[name] = pairs[-1][1].copy_(result)
+    emulator.launched.clear()
+    call.check(call.run(**outputs))
+    for buffer, given in pairs:
+        fill_with_canaries(given)
+        assert all_canaries(buffer), "the call wrote outside an output"
+
+
+# ---- small cases
+
+SMALL = [(operation, case) for operation in OPERATIONS for case in operation.small_cases or operation.cases]
+
+
+def is_quick(pair: tuple[Operation, Any]) -> bool:
+    """Of the gradients of dense attention in any and in a fixed order, one by turns; two thirds of those of
+    flex attention.
+    """
+    operation, case = pair
+    number = operation.small_cases.index(case) if case in operation.small_cases else 0
+    if operation.name.startswith("flex_backward"):
+        return number % 3 != (2 if operation.any_framework else 0)
+    twin = replace(case, deterministic=not case.deterministic) if isinstance(case, BackwardCase) else None
+    return twin not in operation.small_cases or number % 4 in (0, 3)
+
+
+@pytest.mark.usefixtures("clusters")
+@pytest.mark.parametrize(
+    ("operation", "case"),
+    [
+        pytest.param(
+            *pair, id=f"{pair[0].name}-{pair[1].id}", marks=[] if is_quick(pair) else pytest.mark.full
+        )
+        for pair in SMALL
+    ],
+)
+def test_small_case(emulator: Emulator, operation: Operation, case: Any) -> None:
+    emulator.sm_count = 8
+    checked(emulator, operation.make(case, "cpu"), operation)
+    assert any(label.startswith(operation.kernels) for label in emulator.launched), emulator.launched
+
+
+@pytest.mark.usefixtures("clusters")
+@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.name)
+def test_small_cases_reach_all_kernels(emulator: Emulator, operation: Operation) -> None:
+    assert operation.kernels
+    emulator.sm_count = 8
+    with labels_alone(emulator):
+        for case in operation.small_cases or operation.cases:
+            operation.make(case, "cpu").run()
+    for kernel in operation.kernels:
+        assert any(label.startswith(kernel) for label in emulator.launched), kernel
+
+
+# ---- further schedules
+
+OF_192 = MhaCase(b=1, s_q=150, s_k=200, h_q=2, h_kv=1, d_qk=192, d_v=128, causal=True)
+OF_256 = MhaCase(b=1, s_q=100, s_k=150, h_q=1, h_kv=1, d_qk=256, d_v=256, dtype="float16", window=(60, 10))
+OF_FLEX: dict[str, Any] = {"b": 1, "h_q": 2, "h_kv": 1, "s_q": 200, "s_k": 300, "mask": "documents"}
+SCHEDULES: tuple[tuple[Any, Any], ...] = (
+    *(
+        (make_dense_call, case)
+        for case in (
+            MhaCase(b=2, s_q=150, s_k=300, h_q=2, h_kv=2, causal=True, layout="heads"),
+            MhaCase(**SMALL_SEGMENTS, h_q=8, h_kv=2, causal=True),
+            MhaCase(b=1, s_q=200, s_k=300, h_q=2, h_kv=2, d_qk=64, d_v=64, causal=True),
+        )
+    ),
+    *((make_prefix_call, PrefixCase(**FEW, **source)) for source in ({}, {"x": 16}, FP8_KIND)),
+    (make_traced_call, FlexCase(b=2, h_q=2, h_kv=2, s_q=140, s_k=270, mask="documents", score="nested")),
+    *(
+        (make_dense_backward_call, BackwardCase(case, deterministic=ordered))
+        for ordered in (False, True)
+        for case in (
+            MhaCase(b=2, s_q=150, s_k=300, h_q=2, h_kv=2, causal=True, layout="heads"),
+            MhaCase(b=1, s_q=200, s_k=300, h_q=2, h_kv=1, d_qk=64, d_v=64, window=(30, 5)),
+            OF_192,
+            OF_256,
+        )
+    ),
+    *(
+        (make_flex_backward_call, BackwardCase(FlexCase(**OF_FLEX, score=score), "both", ordered))
+        for score, ordered in (("head scale", False), ("query scale", True))
+    ),
+)
+"""What makes the call of a case, and the case."""
+
+
+@pytest.mark.parametrize(
+    "seeds", full_unless(lambda seeds: 2 in seeds, ((2, 3), (4, 5))), ids=lambda seeds: f"seeds {seeds}"
+)
+@pytest.mark.parametrize(("make", "case"), SCHEDULES, ids=lambda x: getattr(x, "id", ""))
+def test_other_schedules(emulator: Emulator, make: Any, case: Any, seeds: tuple[int, ...]) -> None:
+    for emulator.seed in seeds:
+        checked(emulator, make(case, "cpu"))
+
+
+def test_other_schedules_of_clusters(emulator: Emulator) -> None:
+    emulator.sm_count = 8
+    case = SparseCase(b=1, h_q=128, s_k=200, topk=140, layout="v32")
+    with forced_clusters():
+        for emulator.seed in (2, 3, 4):
+            checked(emulator, make_sparse_call(case, "cpu"))
+
+
+def test_turns_without_own_keys(emulator: Emulator) -> None:
+    """Lanes of the loader that look for its turn late, when the gatherer has taken the next one: these seeds
+    delay them.
+    """
+    case = PrefixCase(**WITHOUT_OWN, x=16, h_q=1, h_kv=1)
+    for emulator.seed in (8, 21, 24):
+        checked(emulator, make_prefix_call(case, "cpu"))
+
+
+# ---- paths that need a device of another size, or other numbers
+
+
+def test_splits(emulator: Emulator) -> None:
+    """Of the keys of few tiles."""
+    emulator.sm_count = 8
+    case = MhaCase(b=1, s_q=40, s_k=2100, h_q=1, h_kv=1, causal=True, sink="float32")
+    checked(emulator, make_dense_call(case, "cpu"))
+    assert names(emulator) == ["mha_forward", "mha_combine"]
+
+
+@pytest.mark.parametrize("more", ({}, {"d_qk": 64, "d_v": 64}), ids=("d 128", "d 64"))
+def test_references_rise(emulator: Emulator, more: dict[str, Any]) -> None:
+    """Scores grow from key to key, to many times what the first block has."""
+    inputs = make_mha_inputs(MhaCase(b=1, s_q=600, s_k=1100, h_q=1, h_kv=1, **more), "cpu")
+    inputs.q.mul_(4)
+    inputs.k.mul_(torch.linspace(0.1, 3, 1100).bfloat16()[:, None, None])
+    checked(emulator, dense_call(inputs))
+
+
+def test_united_selections(emulator: Emulator) -> None:
+    emulator.sm_count = 8
+    case = SparseCase(b=13, h_q=16, s_k=41, topk=70, duplicates=0.3, lengths="random", sink=True, **BF16)
+    with united_selections(scratch_bytes=1 << 15, tokens=1):
+        checked(emulator, make_prefill_call(case, "cpu"))
+    assert {"mla_unite_selections", "mla_find_not_finite"} <= set(names(emulator))
+
+
+# ---- lists of blocks that a user wrote
+
+
+def flex_gradients(emulator: Emulator, n: int, mask: Any, seed: int, **options: Any) -> tuple[Any, ...]:
+    """dq, dk and dv of one head."""
+    q, k, v, dout = torch.randn(4, 1, 1, n, 32).half()
+    emulator.seed = seed
+    out, lse = rawmla.flex_attention(q, k, v, None, mask, return_lse=True)
+    return rawmla.flex_attention_backward(dout, q, k, v, out, lse, None, mask, **options)[:3]
+
+
+@pytest.mark.parametrize("form", ("both lists", "by columns"))
+def test_a_block_named_twice_ends(emulator: Emulator, form: str) -> None:
+    """In a fixed order a tile waits until others have added: a list of the user's may count them wrong."""
+    n = 384
+    counts = torch.tensor([[[1, 1, 1]]], dtype=torch.int32)
+    indices = torch.tensor([[[[0, 1, 2], [1, 0, 2], [2, 0, 1]]]], dtype=torch.int32)
+    if form == "both lists":
+        lists = {"full_kv_num_blocks": counts, "full_kv_indices": indices}
+        mask = rawmla.BlockMask.from_kv_blocks(counts, indices, **lists, seq_lengths=(n, n))
+    else:
+        q_counts = torch.tensor([[[3, 1, 1]]], dtype=torch.int32)
+        q_indices = torch.tensor([[[[0, 0, 1], [1, 0, 2], [2, 0, 1]]]], dtype=torch.int32)
+        mask = rawmla.BlockMask((n, n), counts, indices, q_num_blocks=q_counts, q_indices=q_indices)
+    gradients = flex_gradients(emulator, n, mask, 1, deterministic=True)
+    assert all(x.isfinite().all() for x in gradients)
+
+
+def test_keys_that_no_block_lists(emulator: Emulator) -> None:
+    """A tile of them waits for its copies before it ends: the next CTA has the same shared memory."""
+    n = 512
+    counts, indices = torch.ones(1, 1, 4, dtype=torch.int32), torch.zeros(1, 1, 4, 4, dtype=torch.int32)
+    mask = rawmla.BlockMask.from_kv_blocks(counts, indices, seq_lengths=(n, n))
+    for seed in range(2, 8):
+        for gradient in flex_gradients(emulator, n, mask, seed)[1:]:
+            assert gradient[..., :128, :].any() and not gradient[..., 128:, :].any()
