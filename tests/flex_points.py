@@ -29,7 +29,7 @@ static_assert((sizeof(FUNCTION) + 7) / 8 * 8 == BYTES);
 #if IS_BACKWARD
 static_assert(FUNCTION::kDerivativeIsOne == IS_ONE);
 static_assert(FUNCTION::kGradients == GRADIENTS && FUNCTION::kSites == SITES);
-constexpr int sites_of(bool by_kv) {
+__device__ constexpr int sites_of(bool by_kv) {
     int bits = 0;
     for (int i = 0; i < SITES; ++i)
         bits |= (by_kv ? FUNCTION::kSite[i].by_kv : FUNCTION::kSite[i].by_q) << i;
