@@ -186,6 +186,14 @@ def test_functions_of_functions(traces: list[Any]) -> None:
     assert len(mod.captures) == 2 and len(traces) == 2
 
 
+def test_one_tensor_by_two_names(traces: list[Any]) -> None:
+    first, second = torch.randn(50), torch.randn(50)
+    for third in (first, second):
+        mod = traced(lambda s, b, h, q, k: s + first[q] + second[q] + third[k])  # noqa: B023
+        assert all(x.array is y for x, y in zip(mod.captures, (first, second), strict=True))
+    assert len(traces) == 2
+
+
 def test_devices_apart(traces: list[Any]) -> None:
     """A function may ask for the device of its arguments."""
     for device, scale in (("cpu", 2.0), ("meta", 3.0), ("cpu", 2.0)):
@@ -479,8 +487,7 @@ def matches(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
 
 
 with_own_builtins = types.FunctionType(
-    (lambda s, b, h, q, k: s * a_scale).__code__,  # type: ignore[name-defined]  # noqa: F821
-    {"__builtins__": {"a_scale": 2.0}},
+    (lambda s, b, h, q, k: abs(s)).__code__, {"__builtins__": {"abs": torch.tanh}}
 )
 
 
