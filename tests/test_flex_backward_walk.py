@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import ctypes
 from collections import defaultdict
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 from cuda_probe import source
-from host_mods import compiled, needs_host_compiler
+from flex_points import built, needs_host_compiler
 
 from rawmla.kernels.block_mask import RANKS_SPEC
 
@@ -20,25 +21,12 @@ pytestmark = needs_host_compiler
 ROWS = 64  # query tokens of a step
 BEHIND = 6  # steps that the thread that adds dQ may be behind the one that copies
 
-_BEFORE = """
-#define __device__
-#define __forceinline__ inline
-#define __global__
-#define __grid_constant__
-#define __launch_bounds__(n)
-using u32 = unsigned int;
-using i64 = long long;
+_WALK = """
+#include "common/types.cuh"
 enum { kEmpty = 0 };
 constexpr int kBlockRows = 64;
-inline int min_int(int a, int b) { return a < b ? a : b; }
-inline int ceil_div(int a, int b) { return (a + b - 1) / b; }
-struct Dim { int x; };
-"""
-_WALK = """
 template <int kCount> struct Tile { enum { kRows = kCount, kBytes = 16 }; };
 using BlockRows = Tile<kBlockRows>;
-using u64 = unsigned long long;
-struct TensorMap {};
 struct Function { enum { kIsThere = 1 }; };
 using ScoreMod = Function;
 using MaskMod = Function;
@@ -61,6 +49,7 @@ void mbarrier_arrive(u32 bar);
 void mbarrier_wait_parity(u32 bar, u32 parity);
 """
 _CALLS = """
+#include <new>
 struct Plan {
     unsigned char k[16], v[16], q[3][16], dout[3][16];
     float lse[3][kBlockRows], delta[3][kBlockRows], references[3][kBlockRows];
@@ -70,26 +59,29 @@ struct Plan {
     u64 bar_k_full, bar_v_full, bar_q_landed[3], bar_q_full[3], bar_q_free[3];
     u64 bar_dout_landed[3], bar_dout_full[3], bar_dout_free[3];
 } smem;
-// What the thread that adds dQ does when a step is published.
-struct Reader { virtual void published() = 0; } *reader;
+// The thread that adds dQ, when a step is published.
+void* reader;
+void (*read_published)(void* reader);
 bool waits_for_ever;
 u32 step_of(u32 bar) { return (bar - smem_address(smem.bar_step)) / sizeof(u64); }
 
 void mbarrier_arrive(u32 bar) {
     if (step_of(bar) >= kPublishedSteps) return;
     ++smem.bar_step[step_of(bar)];
-    reader->published();
+    read_published(reader);
 }
 void mbarrier_wait_parity(u32 bar, u32 parity) {
     waits_for_ever |= step_of(bar) < kPublishedSteps && smem.bar_step[step_of(bar)] % 2 == parity;
 }
 
 template <int kTileKeys>
-struct Follower : Reader {
+struct Follower {
+    using Blocks = AddedBlocks<Tile<kTileKeys>, Plan>;
     const Params& params;
     const KeyTile& tile;
     int (*steps)[7];
-    AddedBlocks<Tile<kTileKeys>, Plan>* blocks = nullptr;
+    alignas(Blocks) unsigned char memory[sizeof(Blocks)];
+    Blocks* blocks = nullptr;
     int number = 0, count = 0;  // of steps that were published and read
 
     Follower(const Params& params, const KeyTile& tile, int* steps)
@@ -101,7 +93,7 @@ struct Follower : Reader {
         if (++number > kBehind) read();
     }
     bool read() {
-        if (blocks == nullptr) blocks = new AddedBlocks<Tile<kTileKeys>, Plan>(params, smem, tile);
+        if (blocks == nullptr) blocks = new (memory) Blocks(params, smem, tile);
         else blocks->advance();
         if (waits_for_ever || !blocks->is_there()) return false;
         steps[count][4] = blocks->turn();
@@ -114,6 +106,7 @@ int walk_tile(const Params& params, const KeyTile& tile, int* steps) {
     smem = {}, waits_for_ever = false;
     Follower<kTileKeys> follower(params, tile, steps);
     reader = &follower;
+    read_published = [](void* one) { static_cast<Follower<kTileKeys>*>(one)->published(); };
     load_listed<Tile<kTileKeys>, BlockRows, kByBlock, true, true>(params, smem, tile);
     while (follower.read()) {}
     return waits_for_ever ? -1 : follower.count;
@@ -126,6 +119,7 @@ extern "C" int walk(const Params* params, const KeyTile* tile, int tile_keys, in
 """
 _RANK = """
 extern "C" void rank(const Params* params) {
+    gridDim = {1, 1, 1};
     for (threadIdx.x = 0; threadIdx.x < kThreads; ++threadIdx.x) block_mask_ranks(*params);
 }
 """
@@ -157,13 +151,12 @@ def _walking() -> ctypes.CDLL:
     lists = lists[lists.index("constexpr bool kTrims") : lists.index("// A warp: clears the rows")]
     first = listed.index("template <class KeyRows, class Plan>\nclass AddedBlocks")
     added = listed[first : listed.index("// A thread's keys are")]
-    return compiled(f"{_BEFORE}{_WALK}{lists}{added}constexpr int kBehind = {BEHIND};{_CALLS}")
+    return built(f"{_WALK}{lists}{added}constexpr int kBehind = {BEHIND};{_CALLS}")
 
 
 def _ranking() -> ctypes.CDLL:
-    _, _, text = source("kernels/block_mask_ranks.cu").partition('block_states.cuh"')
-    before = f"#define THREADS {RANKS_SPEC.threads}\nstatic Dim threadIdx{{0}}, blockIdx{{0}}, gridDim{{1}};"
-    return compiled(_BEFORE + before + text + _RANK)
+    text = f'#include "kernels/block_mask_ranks.cu"{_RANK}'
+    return built(text, THREADS=RANKS_SPEC.threads)
 
 
 class Case(NamedTuple):
@@ -277,9 +270,7 @@ def tiles_of(case: Case, tile_keys: int) -> list[tuple[int, int, int]]:
     ]
 
 
-@pytest.mark.parametrize("by_block", (False, True), ids=("by head", "by block"))
-@pytest.mark.parametrize("ascending", (True, False))
-@pytest.mark.parametrize("tile_keys", (64, 128))
+@pytest.mark.parametrize(("tile_keys", "ascending", "by_block"), [*product((64, 128), *[(False, True)] * 2)])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_listed_blocks(case: Case, tile_keys: int, ascending: bool, by_block: bool) -> None:
     """Each once, of every request and head that reads the keys, partial and full ones together, from the last

@@ -46,30 +46,31 @@ def queries() -> Any:
     return torch.ones(B, H, L, D, dtype=torch.bfloat16)
 
 
-def test_recording_is_refused(world: World) -> None:
-    """A launch would not be in the graph."""
+CALLS = (
+    lambda q: rawmla.flex_attention(q, q, q),
+    lambda q: rawmla.flex_attention_backward(q, q, q, q, q, q),
+    lambda q: rawmla.create_block_mask("q_idx >= kv_idx", None, None, L, L),
+)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_calls_that_are_refused(world: World, call: Any) -> None:
+    """A launch would not be in a graph, and there is no operator that fake tensors could go through."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
     with pytest.raises(NotImplementedError, match="flex attention: make_fx and torch.export cannot record"):
-        make_fx(lambda q: rawmla.flex_attention(q, q, q))(queries())
-    with pytest.raises(NotImplementedError, match="flex attention: make_fx and torch.export cannot record"):
-        make_fx(lambda q: (rawmla.create_block_mask(lambda b, h, q, k: q >= k, None, None, L, L), q)[1])(
-            queries()
-        )
+        make_fx(lambda q: (call(q), q)[1])(queries())
+    with torch._subclasses.FakeTensorMode():
+        q = torch.empty(B, H, L, D, dtype=torch.bfloat16, device="cuda")
+        with pytest.raises(
+            NotImplementedError, match="^flex attention: cannot be called under FakeTensorMode"
+        ):
+            call(q)
 
 
 def test_fake_tensors_are_refused(world: World) -> None:
-    """There is no operator that they could go through."""
-    text = "^flex attention: cannot be called under FakeTensorMode"
     with torch._subclasses.FakeTensorMode():
         q = torch.empty(B, H, L, D, dtype=torch.bfloat16, device="cuda")
-        lse = torch.empty(B, H, L, device="cuda")
-        with pytest.raises(NotImplementedError, match=text):
-            rawmla.flex_attention(q, q, q)
-        with pytest.raises(NotImplementedError, match=text):
-            rawmla.flex_attention_backward(q, q, q, q, q, lse)
-        with pytest.raises(NotImplementedError, match=text):
-            rawmla.create_block_mask("q_idx >= kv_idx", None, None, L, L)
     with pytest.raises(TypeError, match="^query: .*got .*FakeTensor; .*flex attention takes no fake tensors"):
         rawmla.flex_attention(q, q, q)
 
@@ -97,12 +98,8 @@ def test_calls(world: World) -> None:
     assert len(world.flex) == 4 and len(world.enqueued) == 12
 
 
-def test_breaks(world: World) -> None:
-    """One for a call, whatever it does inside."""
-
-    def step(query: Any) -> Any:
-        return rawmla.flex_attention(query * 2, query, query, lambda s, b, h, q, k: s * 2) + 1
-
+def test_one_break_for_a_call(world: World) -> None:
+    step = lambda q: rawmla.flex_attention(q * 2, q, q, lambda s, b, h, q, k: s * 2) + 1  # noqa: E731
     found = torch._dynamo.explain(step)(queries())
     assert (found.graph_break_count, found.graph_count) == (1, 2)
 

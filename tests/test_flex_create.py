@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -14,8 +14,12 @@ from calls.test_flex_lists import read_struct
 import rawmla
 from rawmla import jit
 from rawmla.flex import create
+from rawmla.flex.block_mask import read_mask
 from rawmla.flex.header import HEADER_NAME
 from rawmla.kernels import block_mask as kernels
+
+torch = pytest.importorskip("torch")
+HAS_TORCH = create._has_torch
 
 CAUSAL = rawmla.CudaMod("q_idx >= kv_idx")
 CURRENT = 3
@@ -68,93 +72,57 @@ def read_states(params: bytes, mask_mod_bytes: int) -> dict[str, Any]:
     return found
 
 
-def test_what_is_made_and_launched(world: World, named: list[str]) -> None:
+class Side(NamedTuple):
+    """Rows or columns of a mask: blocks, their distance in the states, tokens of a block and of all."""
+
+    blocks: int
+    step: int
+    block: int
+    tokens: int
+
+
+def wanted_lists(states: FakeArray, lists: list[FakeArray], line: Side, entry: Side) -> dict[str, int]:
+    """The parameters of a launch that writes lists of entries for the lines of 2 * 3 masks."""
+    pointers = ("states", "partial_counts", "partial_blocks", "full_counts", "full_blocks")
+    found = dict(zip(pointers, [x.ptr for x in (states, *lists)], strict=True))
+    found |= {"all_lines": 6 * line.blocks, "mask_blocks": line.blocks * entry.blocks}
+    found |= {"lines": line.blocks, "entries": entry.blocks}
+    for name, side in (("line", line), ("entry", entry)):
+        found |= {f"{name}_step": side.step, f"{name}_tokens": side.tokens}
+        found |= {f"list_{name}": side.block, f"state_{name}": side.block}
+    return found
+
+
+def test_results_and_launches(world: World, named: list[str]) -> None:
     mask = rawmla.create_block_mask(CAUSAL, 2, 3, 300, 500, 0, (128, 64))
-    rows, columns = 3, 8
+    rows, columns = Side(3, 8, 128, 300), Side(8, 1, 64, 500)
     assert mask.seq_lengths == (300, 500) and mask.BLOCK_SIZE == (128, 64) and mask.mask_mod is CAUSAL
     assert mask.shape == (2, 3, 300, 500)
     *lists, states = world.framework.allocated
     assert arrays_of(mask) == lists and {x.dtype for x in lists} == {"int32"}
-    assert [x.shape for x in lists] == [
-        *[(2, 3, rows), (2, 3, rows, columns)] * 2,
-        *[(2, 3, columns), (2, 3, columns, rows)] * 2,
-    ]
-    assert (states.shape, states.dtype, states.device) == ((2 * 3 * rows * columns,), "uint8", 0)
+    assert [x.shape for x in lists] == [*[(2, 3, 3), (2, 3, 3, 8)] * 2, *[(2, 3, 8), (2, 3, 8, 3)] * 2]
+    assert (states.shape, states.dtype, states.device) == ((2 * 3 * 3 * 8,), "uint8", 0)
 
     asked, by_rows, by_columns = launches(world)
-    assert asked == {
-        "mask_mod": bytes(8),
-        "states": states.ptr,
-        "blocks": 2 * 3 * rows * columns,
-        "heads": 3,
-        "rows": rows,
-        "columns": columns,
-        "block_q": 128,
-        "block_k": 64,
-        "q_len": 300,
-        "kv_len": 500,
-    }
-    assert by_rows == {
-        "states": states.ptr,
-        "partial_counts": lists[0].ptr,
-        "partial_blocks": lists[1].ptr,
-        "full_counts": lists[2].ptr,
-        "full_blocks": lists[3].ptr,
-        "all_lines": 2 * 3 * rows,
-        "mask_blocks": rows * columns,
-        "line_step": columns,
-        "entry_step": 1,
-        "lines": rows,
-        "entries": columns,
-        "list_line": 128,
-        "list_entry": 64,
-        "state_line": 128,
-        "state_entry": 64,
-        "line_tokens": 300,
-        "entry_tokens": 500,
-    }
-    assert by_columns == {
-        "states": states.ptr,
-        "partial_counts": lists[4].ptr,
-        "partial_blocks": lists[5].ptr,
-        "full_counts": lists[6].ptr,
-        "full_blocks": lists[7].ptr,
-        "all_lines": 2 * 3 * columns,
-        "mask_blocks": rows * columns,
-        "line_step": 1,
-        "entry_step": columns,
-        "lines": columns,
-        "entries": rows,
-        "list_line": 64,
-        "list_entry": 128,
-        "state_line": 64,
-        "state_entry": 128,
-        "line_tokens": 500,
-        "entry_tokens": 300,
-    }
+    sizes = {"heads": 3, "rows": 3, "columns": 8, "block_q": 128, "block_k": 64, "q_len": 300, "kv_len": 500}
+    assert asked == {"mask_mod": bytes(8), "states": states.ptr, "blocks": 2 * 3 * 3 * 8, **sizes}
+    assert by_rows == wanted_lists(states, lists[:4], rows, columns)
+    assert by_columns == wanted_lists(states, lists[4:], columns, rows)
     assert [x.grid for x in world.enqueued] == [(144, 1, 1), (-(-18 // 4), 1, 1), (12, 1, 1)]
     assert {x.stream for x in world.enqueued} == {STREAM} and named == ["torch"]
-
-
-def test_the_function_is_part_of_the_first_kernel_alone(world: World) -> None:
-    rawmla.create_block_mask(CAUSAL, None, None, 300, 500)
-    (name, text) = kernels_with_text(world)[0]
-    assert name == HEADER_NAME and "return q_idx >= kv_idx" in text and len(kernels_with_text(world)) == 1
-    assert {spec.name for spec in world.loaded} == {"block_mask_states", "block_mask_lists"}
-
-
-def kernels_with_text(world: World) -> list[Any]:
-    return list(dict.fromkeys(header for spec in world.loaded for header in spec.headers))
+    # The function is part of the first kernel alone.
+    ((name, text),) = dict.fromkeys(header for spec in world.loaded for header in spec.headers)
+    assert name == HEADER_NAME and "return q_idx >= kv_idx" in text
 
 
 def test_not_separate(world: World) -> None:
     mask = rawmla.create_block_mask(CAUSAL, None, None, 300, 500, separate_full_blocks=False)
     *lists, _ = world.framework.allocated
     assert arrays_of(mask) == [lists[0], lists[1], None, None, lists[2], lists[3], None, None]
-    _, by_rows, by_columns = launches(world)
-    names = ("partial_counts", "partial_blocks", "full_counts", "full_blocks")
-    assert [by_rows[name] for name in names] == [lists[0].ptr, lists[1].ptr, 0, 0]
-    assert [by_columns[name] for name in names] == [lists[2].ptr, lists[3].ptr, 0, 0]
+    _, *both = launches(world)
+    for launch, pair in zip(both, (lists[:2], lists[2:]), strict=True):
+        assert [launch["partial_counts"], launch["partial_blocks"]] == [x.ptr for x in pair]
+        assert launch["full_counts"] == launch["full_blocks"] == 0
 
 
 def test_captured_arrays(world: World, named: list[str]) -> None:
@@ -182,7 +150,11 @@ def test_captured_arrays_elsewhere(world: World) -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "ordinal"), ((None, CURRENT), ("cuda", CURRENT), ("cuda:0", 0), ("cuda:2", 2), (0, 0), (2, 2))
+    ("device", "ordinal"),
+    (
+        *((None, CURRENT), ("cuda", CURRENT), ("cuda:0", 0), ("cuda:2", 2), (0, 0), (2, 2)),
+        *((torch.device("cuda"), CURRENT), (torch.device("cuda", 1), 1)),
+    ),
 )
 def test_devices(world: World, device: Any, ordinal: int) -> None:
     mask = rawmla.create_block_mask(CAUSAL, None, None, 300, 500, device)
@@ -190,30 +162,18 @@ def test_devices(world: World, device: Any, ordinal: int) -> None:
     assert {x.stream for x in world.enqueued} == {STREAM + ordinal}
 
 
-def test_devices_of_torch(world: World) -> None:
-    torch = pytest.importorskip("torch")
-    for device, ordinal in ((torch.device("cuda"), CURRENT), (torch.device("cuda", 1), 1)):
-        mask = rawmla.create_block_mask(CAUSAL, None, None, 300, 500, device=device)
-        assert mask.kv_indices.device == ordinal
-
-
-def test_without_torch(world: World, named: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_framework_of_lists(world: World, named: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """CuPy without torch, and where torch has no CUDA: its tensors cannot be on a GPU."""
+    for is_built in (False, True):
+        monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: is_built)  # noqa: B023
+        assert HAS_TORCH() is is_built
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     monkeypatch.setattr(create, "_has_torch", lambda: False)
     rawmla.create_block_mask("q_idx >= kv_idx", None, None, 300, 500)
     assert named == ["cupy"]
 
 
-@pytest.mark.parametrize("is_built", (False, True))
-def test_torch_without_cuda(monkeypatch: pytest.MonkeyPatch, is_built: bool) -> None:
-    """Its tensors cannot be on a GPU, so CuPy makes the lists."""
-    torch = pytest.importorskip("torch")
-    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: is_built)
-    assert create._has_torch() is is_built
-
-
 def test_python_functions(world: World) -> None:
-    torch = pytest.importorskip("torch")
     limit = torch.tensor(5)
 
     def near(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
@@ -228,8 +188,7 @@ def test_python_functions(world: World) -> None:
 @pytest.mark.parametrize(("q_len", "kv_len"), ((0, 500), (300, 0), (0, 0)))
 def test_no_tokens(world: World, q_len: int, kv_len: int) -> None:
     """There are no states to be found; counts are written wherever there are some."""
-    empty = FakeArray((0,), ptr=0)
-    mod = rawmla.CudaMod("ids(q_idx) == 0", {"ids": empty})
+    mod = rawmla.CudaMod("ids(q_idx) == 0", {"ids": FakeArray((0,), ptr=0)})
     mask = rawmla.create_block_mask(mod, None, None, q_len, kv_len, 0)
     rows, columns = -(-q_len // 128), -(-kv_len // 128)
     assert [x.shape for x in arrays_of(mask)[:2]] == [(1, 1, rows), (1, 1, rows, columns)]
@@ -239,25 +198,20 @@ def test_no_tokens(world: World, q_len: int, kv_len: int) -> None:
         assert (read["all_lines"], read["entries"]) == (rows or columns, 0)
 
 
-def test_grids_are_bounded(world: World) -> None:
+def test_large_masks_and_blocks(world: World) -> None:
     rawmla.create_block_mask(CAUSAL, 8, 64, 2**20, 2**20, 0)
     assert [x.grid for x in world.enqueued] == [(2048, 1, 1)] * 3
     asked, by_rows, _ = launches(world)
     assert asked["blocks"] == 8 * 64 * 8192**2 and by_rows["mask_blocks"] == 8192**2
-
-
-def test_blocks_larger_than_the_mask(world: World) -> None:
     mask = rawmla.create_block_mask(CAUSAL, None, None, 300, 500, 0, 2**30)
     assert mask.kv_indices.shape == (1, 1, 1, 1) and mask.BLOCK_SIZE == (2**30, 2**30)
 
 
-def test_what_changes_nothing(world: World) -> None:
+def test_arguments_that_change_nothing(world: World) -> None:
     rawmla.create_block_mask(CAUSAL, None, None, 300, 500, 0)
     rawmla.create_block_mask(CAUSAL, 1, 1, np.int64(300), 500, 0, 128, True, True, True, False)
-    first, second = world.enqueued[:3], world.enqueued[3:]
-    assert [(x.name, x.grid, len(x.params)) for x in first] == [
-        (x.name, x.grid, len(x.params)) for x in second
-    ]
+    facts = [(x.name, x.grid, len(x.params)) for x in world.enqueued]
+    assert facts[:3] == facts[3:]
 
 
 def test_a_mask_goes_into_a_call(world: World) -> None:
@@ -286,12 +240,7 @@ GOOD = {"mask_mod": CAUSAL, "B": None, "H": None, "Q_LEN": 300, "KV_LEN": 500}
         ("mask_mod", TypeError, "CUDA text, got int 3", {"mask_mod": 3}),
         ("mask_mod", TypeError, "got FakeArray", {"mask_mod": FakeArray(())}),
         ("code", TypeError, "CUDA text, got ''", {"mask_mod": ""}),
-        (
-            "BLOCK_SIZE",
-            ValueError,
-            "multiple of 16 up to 2**30, or a pair of them, got 100",
-            {"BLOCK_SIZE": 100},
-        ),
+        ("BLOCK_SIZE", ValueError, "of 16 up to 2**30, or a pair of them, got 100", {"BLOCK_SIZE": 100}),
         ("BLOCK_SIZE", ValueError, "got 0", {"BLOCK_SIZE": 0}),
         ("BLOCK_SIZE", ValueError, "got (128, -16)", {"BLOCK_SIZE": (128, -16)}),
         ("BLOCK_SIZE", ValueError, "got (128,)", {"BLOCK_SIZE": (128,)}),
@@ -328,34 +277,18 @@ def test_kernels_are_loaded_before_anything_is_made(world: World, monkeypatch: p
 
 
 def test_the_mask_keeps_what_was_read(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call with the mask does not look at the function, but at one that is assigned."""
-    pytest.importorskip("torch")
-    from rawmla.flex import memo
-    from rawmla.flex.block_mask import read_mask
-
+    """Calls with the mask do not look at the function again; tests/test_flex_traced.py has the rest."""
     trace_on_device_0(monkeypatch)
-    looked: list[Any] = []
-    original = memo.read
-    monkeypatch.setattr(memo, "read", lambda *given: looked.append(given[0]) or original(*given))
     width = 100
-
-    def near(b: Any, h: Any, q: Any, k: Any) -> Any:
-        return q - k < width
-
-    mask = rawmla.create_block_mask(near, None, None, 300, 500)
+    mask = rawmla.create_block_mask(lambda b, h, q, k: q - k < width, None, None, 300, 500)
     width = 200
     kept = read_mask(mask, CURRENT)
-    assert looked == [near] and kept is not None and list(kept.sources) == [100]
-    mask.mask_mod = near
-    again = read_mask(mask, CURRENT)
-    assert looked == [near, near] and again is not None and list(again.sources) == [200]
-    open_mask = rawmla.create_block_mask(rawmla.noop_mask, None, None, 300, 500)
-    assert read_mask(open_mask, CURRENT) is None
+    assert kept is not None and list(kept.sources) == [100]
+    assert read_mask(rawmla.create_block_mask(rawmla.noop_mask, None, None, 300, 500), CURRENT) is None
 
 
-def test_what_a_mask_function_reads_requires_no_grad(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_that_require_grad(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """A number on the CPU does not either, unless grad is disabled."""
-    torch = pytest.importorskip("torch")
     trace_on_device_0(monkeypatch)
     number = torch.tensor(2.0, requires_grad=True)
     mask_mod = lambda b, h, q, k: q > number  # noqa: E731

@@ -1,19 +1,23 @@
-"""Score and mask functions as types of a kernel: their text compiles, their bytes are what the text reads."""
+"""Score and mask functions as types of a kernel, and CUDA text as functions: the text compiles, its bytes are
+as the compiler lays them out, and its gradients are those of autograd.
+"""
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from cuda_probe import headers
-from host_mods import pack
+from flex_functions import BIAS, SLOPES, draw, points
+from flex_points import compile_alone, compile_for_the_gpu, evaluate, needs_host_compiler, pack
 
 from rawmla.flex.header import HEADER_NAME, header
 from rawmla.flex.mods import NO_BYTES, Capture, CudaMod, Mod, Number, Place
-from rawmla.jit import nvrtc
-from rawmla.jit.sources import SourceSet
+
+torch = pytest.importorskip("torch")
 
 MIXED = Mod(
     "const float bias = mod.t1(h, q_idx, kv_idx) * mod.n0;\n"
@@ -22,27 +26,24 @@ MIXED = Mod(
     (Number(0.5, False), Number(-7, True), Number(2.25, False)),
 )
 PLACES = (Place(0x1000, (), ()), Place(0x2000, (4, 50, 60), (3000, 60, 1)), Place(0x3000, (9,), (2,)))
-CODES = (
+CODES: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("score - slope * (q_idx - kv_idx)", "score_mod", {"slope": 0.5}),
     ("if (q_idx < kv_idx) return -kInfinity;\nreturn score * scale;", "score_mod", {"scale": 2}),
     ("q_idx - kv_idx <= width && q_idx < q_len", "mask_mod", {"width": 100}),
 )
 
 
-def compiled(text: str, conditions: str = "") -> str:
-    """The log of the compiler for a kernel that calls both functions; raises where there is an error."""
-    main = f"""#include "{HEADER_NAME}"
-{conditions}
+def compiled(text: str, *conditions: str) -> None:
+    """Compile a kernel that calls both functions; the conditions hold while it is compiled."""
+    main = """
 extern "C" __global__ void probe(const __grid_constant__ ScoreMod score, const __grid_constant__ MaskMod mask,
-                                 float* out) {{
+                                 float* out) {
     const int i = threadIdx.x;
     out[i] = mask(0, 1, i, 2 * i, 100, 100) ? score(out[i], 0, 1, i, 2 * i, 100, 100) : 0.0f;
-}}
+}
 """
-    sources = SourceSet("probe.cu", main.encode(), (*headers(), (HEADER_NAME, text.encode())))
-    result = nvrtc.compile_source(sources, ("-arch=sm_90a", "-std=c++20", "--ptxas-options=-v"))
-    assert result.cubin is not None, result.log
-    return result.log
+    asserts = "".join(f"static_assert({condition});\n" for condition in conditions)
+    compile_for_the_gpu(f'#include "{HEADER_NAME}"\n{asserts}{main}', {}, text)
 
 
 @pytest.mark.parametrize(
@@ -70,13 +71,6 @@ def test_offsets_of_32_bits_reach_the_last_element(
     assert Place(0x1000, shape, strides).layout() == layout
 
 
-def test_without_functions() -> None:
-    compiled(
-        header(None, None),
-        f"static_assert(!ScoreMod::kIsThere && !MaskMod::kIsThere && sizeof(MaskMod) == {len(NO_BYTES)});",
-    )
-
-
 def test_bytes_are_as_the_compiler_lays_them_out() -> None:
     packed = pack(MIXED, PLACES)
     sizes = {
@@ -85,17 +79,27 @@ def test_bytes_are_as_the_compiler_lays_them_out() -> None:
         "Captured<Bf16, 3>": 48,
         "Captured<i64, 1>": 24,
     }
-    compiled(
-        header(MIXED, None),
-        "\n".join(f"static_assert(sizeof({name}) == {size});" for name, size in sizes.items()),
-    )
+    compiled(header(MIXED, None), *[f"sizeof({name}) == {size}" for name, size in sizes.items()])
     assert struct.unpack_from("<Q3q3i", packed, 24) == (0x2000, 3000, 60, 1, 4, 50, 60)
     assert struct.unpack_from("<Qqi", packed, 72) == (0x3000, 2, 9)
     assert struct.unpack_from("<f4xqf", packed, 96) == (0.5, -7, 2.25)
+    facts = (
+        "!ScoreMod::kIsThere",
+        "!MaskMod::kIsThere",
+        "ScoreMod::kDerivativeIsOne",
+        "ScoreMod::kSites == 0",
+    )
+    sizes_alone = (f"sizeof({name}) == {len(NO_BYTES)}" for name in ("ScoreMod", "MaskMod"))
+    compiled(header(None, None), *facts, *sizes_alone)
 
 
-def test_numbers_out_of_range() -> None:
-    """Floats become infinite; integers are refused."""
+def test_numbers() -> None:
+    """They are no part of the text. Floats too large become infinite; integers are refused."""
+    first, second = (CudaMod("score * scale", {"scale": scale}).mod() for scale in (2.0, 3.5))
+    assert header(first, None) == header(second, None) and pack(first, ()) != pack(second, ())
+    for number in (np.float32(2), np.float16(0.5), np.int64(3), np.uint8(200), np.bool_(True)):
+        mods = [CudaMod("score * scale", {"scale": scale}).mod() for scale in (number, number.item())]
+        assert mods[0] == mods[1] and pack(mods[0], ()) == pack(mods[1], ())
     text = "return score * mod.n0 + mod.n1;"
     mod = Mod(text, (), (Number(1e39, False), Number(-(2**63), True)))
     assert struct.unpack("<f4xq", pack(mod, ())) == (float("inf"), -(2**63))
@@ -112,81 +116,159 @@ def test_cuda_text(code: str, kind: str, captures: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "number", (np.float32(2), np.float16(0.5), np.int64(3), np.uint8(200), np.bool_(True))
+    ("code", "grad", "line"),
+    (
+        ("const float x = score;\nreturn y;", None, "return y;"),
+        ("score * n", "const float y = grad * n;\nreturn z;", "return z;"),
+    ),
 )
-def test_numbers_of_numpy(number: Any) -> None:
-    mods = [CudaMod("score * scale", {"scale": scale}).mod() for scale in (number, number.item())]
-    assert mods[0] == mods[1] and pack(mods[0], ()) == pack(mods[1], ())
-
-
-def test_a_number_is_no_part_of_the_text() -> None:
-    first, second = (CudaMod("score * scale", {"scale": scale}).mod() for scale in (2.0, 3.5))
-    assert header(first, None) == header(second, None)
-    assert pack(first, ()) != pack(second, ())
-
-
-def test_errors_point_at_the_users_line() -> None:
-    mod = CudaMod("const float x = score;\nreturn y;").mod()
+def test_errors_point_at_the_users_line(code: str, grad: str | None, line: str) -> None:
+    mod = CudaMod(code, {"n": 2.0}, grad=grad).mod(backward=grad is not None)
     text = header(mod, None)
-    line = text.split("\n").index("return y;") + 1
-    with pytest.raises(AssertionError, match=rf'user/mods.cuh\({line}\): error: identifier "y" is undefined'):
+    at = text.split("\n").index(line) + 1
+    error = rf'user/mods.cuh\({at}\): error: identifier "{line[7]}" is undefined'
+    with pytest.raises(AssertionError, match=error):
         compiled(text)
 
 
+TABLE = np.zeros(3, np.float32)
+
+
 @pytest.mark.parametrize(
-    ("code", "captures", "error", "message"),
+    ("code", "captures", "gradients", "error", "message"),
     (
-        (3, {}, TypeError, "^code: expected CUDA text, got 3"),
-        ("  ", {}, TypeError, "^code: expected CUDA text"),
-        ("score", {"a b": 1}, ValueError, "C identifiers, got 'a b'"),
-        ("score", {"q_idx": 1}, ValueError, "got 'q_idx'"),
-        ("score", {"table": [1, 2]}, TypeError, "expected table to be an array or a number"),
-        ("score", {"gradient_sink": 1}, ValueError, "got 'gradient_sink'"),
+        (3, {}, {}, TypeError, "^code: expected CUDA text, got 3"),
+        ("  ", {}, {}, TypeError, "^code: expected CUDA text"),
+        ("score", {"a b": 1}, {}, ValueError, "C identifiers, got 'a b'"),
+        ("score", {"q_idx": 1}, {}, ValueError, "got 'q_idx'"),
+        ("score", {"table": [1, 2]}, {}, TypeError, "expected table to be an array or a number"),
+        ("score", {"gradient_sink": 1}, {}, ValueError, "got 'gradient_sink'"),
         (
             "score",
             {"n": np.uint64(2**63)},
+            {},
             ValueError,
-            "expected n to be an int of 64 bits, got 9223372036854775808",
+            "n to be an int of 64 bits, got 9223372036854775808",
         ),
-        ("score", {"z": np.complex64(1)}, TypeError, "expected z to be an array or a number"),
+        ("score", {"z": np.complex64(1)}, {}, TypeError, "expected z to be an array or a number"),
+        *[
+            ("score", {"table": TABLE, "number": 3.0}, gradients, error, message)
+            for gradients, error, message in (
+                ({"grad": 3}, TypeError, "^grad: expected CUDA text, got 3"),
+                ({"grad": " "}, TypeError, "^grad: expected CUDA text, got ' '"),
+                ({"capture_grads": "table"}, TypeError, "^capture_grads: expected a mapping"),
+                ({"capture_grads": {"other": ("", "1")}}, ValueError, "arrays in captures, got 'other'"),
+                ({"capture_grads": {"number": ("", "1")}}, ValueError, "arrays in captures, got 'number'"),
+                ({"capture_grads": {"table": "grad"}}, TypeError, "table to have indices and a value"),
+                ({"capture_grads": {"table": ("i", "j", "grad")}}, TypeError, "table to have indices and"),
+                ({"capture_grads": {"table": (("i", 3),)}}, TypeError, "table to have indices and a value"),
+                ({"capture_grads": {"table": ("i", " ")}}, ValueError, "expected table to have a value"),
+            )
+        ],
     ),
 )
-def test_refused(code: Any, captures: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_refused(
+    code: Any, captures: dict[str, Any], gradients: dict[str, Any], error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
-        CudaMod(code, captures)
+        CudaMod(code, captures, **gradients)
 
 
-@pytest.mark.parametrize(
-    ("given", "error", "message"),
-    (
-        ({"grad": 3}, TypeError, "^grad: expected CUDA text, got 3"),
-        ({"grad": " "}, TypeError, "^grad: expected CUDA text, got ' '"),
-        ({"capture_grads": "table"}, TypeError, "^capture_grads: expected a mapping"),
-        ({"capture_grads": {"other": ("", "1")}}, ValueError, "arrays in captures, got 'other'"),
-        ({"capture_grads": {"number": ("", "1")}}, ValueError, "arrays in captures, got 'number'"),
-        ({"capture_grads": {"table": "grad"}}, TypeError, "expected table to have indices and a value"),
-        ({"capture_grads": {"table": ("i", "j", "grad")}}, TypeError, "table to have indices and a value"),
-        ({"capture_grads": {"table": (("i", 3),)}}, TypeError, "table to have indices and a value"),
-        ({"capture_grads": {"table": ("i", " ")}}, ValueError, "expected table to have a value"),
+# ---- gradients of CUDA text
+
+
+@pytest.fixture
+def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Captured arrays are tensors of the CPU."""
+
+    def inspect(x: Any, name: str) -> Any:
+        return SimpleNamespace(dtype=str(x.dtype).removeprefix("torch."), shape=x.shape)
+
+    monkeypatch.setattr("rawmla.flex.mods.inspect", inspect)
+
+
+TEXTS: dict[str, tuple[CudaMod, Callable[..., Any], list[tuple[int, bool, bool]], bool]] = {
+    "comments and statements": (
+        CudaMod(
+            "const float x = score * n; // twice\nreturn x * slopes(h);",
+            {"n": 2, "slopes": SLOPES},
+            grad="const float x = n * grad;\nreturn x * slopes(h); // by it",
+            capture_grads={"slopes": ("h // head", "grad * n * score // grad")},
+        ),
+        lambda bias, slopes, s, b, h, q, k: s * 2 * slopes[h],
+        [(0, False, False)],
+        False,
     ),
-)
-def test_refused_gradients(given: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        CudaMod("score", {"table": np.zeros(3, np.float32), "number": 3.0}, **given)
+    "several": (
+        CudaMod(
+            "score + bias(0, q_idx, kv_idx) + bias(-1, kv_idx, 5) * slopes(h)",
+            {"bias": BIAS, "slopes": SLOPES},
+            grad="grad",
+            capture_grads={
+                "slopes": ("h", "bias(-1, kv_idx, 5) * grad"),
+                "bias": [("0, q_idx, kv_idx", "grad"), ("-1, kv_idx, 5", "grad * slopes(h)")],
+            },
+        ),
+        lambda bias, slopes, s, b, h, q, k: s + bias[0, q, k] + bias[-1, k, 5] * slopes[h],
+        [(0, True, True), (0, False, True), (1, False, False)],
+        True,
+    ),
+    "names inside": (
+        CudaMod(
+            "const float value = score; const float v0 = value;\nreturn v0 + (q_len - q_len) + sink;",
+            {"sink": 0.0},
+            grad="const float value = grad; return value;",
+        ),
+        lambda bias, slopes, s, b, h, q, k: s,
+        [],
+        False,
+    ),
+}
 
 
-def test_gradients_are_asked_for() -> None:
+@needs_host_compiler
+@pytest.mark.parametrize("name", TEXTS)
+@pytest.mark.usefixtures("on_the_cpu")
+def test_gradients(name: str) -> None:
+    given, function, sites, is_one = TEXTS[name]
+    for tensor in (BIAS, SLOPES):
+        tensor.requires_grad_()
+    (scores, at), grads = points(), torch.randn(100, generator=draw(8))
+    exact = [x.detach().double().requires_grad_() for x in (BIAS, SLOPES)]
+    sources = scores.double().requires_grad_()
+    values = torch.stack([function(*exact, s, *x) for s, x in zip(sources, at, strict=True)])
+    (values * grads).sum().backward()
+
+    mod = given.mod(backward=True)
+    evaluate(mod, scores, at, launch=compile_alone)
+    got = evaluate(mod, scores, at, grads)
+    for one in (got.values, got.again):
+        torch.testing.assert_close(one, values.detach(), rtol=2e-5, atol=2e-5)
+    torch.testing.assert_close(got.derivatives * grads, sources.grad, rtol=2e-5, atol=2e-5)
+    for place, gradient in got.gradients.items():
+        pairs = zip(exact, (BIAS, SLOPES), strict=True)
+        (want,) = [x.grad for x, y in pairs if mod.captures[place].array is y]
+        torch.testing.assert_close(gradient.double(), want, rtol=2e-5, atol=1e-4)
+    names = [name for name in ("bias", "slopes") if name in given.captures]
+    assert [capture.name for capture in mod.captures] == names
+    assert mod.backward is not None and [tuple(site) for site in mod.backward.sites] == sites
+    assert mod.backward.is_one == is_one
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+def test_gradients_that_are_missing() -> None:
     with pytest.raises(
         ValueError, match="^score_mod: expected a CudaMod with grad, since gradients are needed"
     ):
         CudaMod("2 * score").mod(backward=True)
     mod = CudaMod("2 * score", grad="2 * grad").mod()
     assert mod.backward is None and "value_and_derivative" not in header(mod, None)
-
-
-def test_errors_point_at_the_users_line_of_a_gradient() -> None:
-    mod = CudaMod("score * n", {"n": 2.0}, grad="const float y = grad * n;\nreturn z;").mod(backward=True)
-    text = header(mod, None)
-    line = text.split("\n").index("return z;") + 1
-    with pytest.raises(AssertionError, match=rf'user/mods.cuh\({line}\): error: identifier "z" is undefined'):
-        compiled(text)
+    table, buckets = torch.randn(50, requires_grad=True), torch.arange(50)
+    with pytest.raises(ValueError, match="capture_grads for table, which requires grad"):
+        CudaMod("score + table(q_idx)", {"table": table}, grad="grad").mod(backward=True)
+    pair = ("q_idx", "grad")
+    given: dict[str, Any] = {"grad": "grad", "capture_grads": {"table": pair}}
+    with pytest.raises(ValueError, match="expected table to be of a floating-point dtype, got int64"):
+        CudaMod("score + table(q_idx)", {"table": buckets}, **given).mod(backward=True)
+    mod = CudaMod("score + table(q_idx)", {"table": table.detach()}, **given).mod(backward=True)
+    assert mod.backward is not None and mod.backward.sites == mod.backward.gradients == ()

@@ -134,38 +134,24 @@ def test_cuda_text_becomes_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -
     compile_kernels(only_syntax, *[None if given[x] is None else given[x].mod() for x in ("score", "mask")])
 
 
-def test_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The page's step of training, with the reference for kernels; numbers are tested elsewhere."""
+def test_gradients() -> None:
+    """The page's step of training; numbers are tested elsewhere."""
     pytest.importorskip("torch.nn.attention.flex_attention")
-    import flex_on_cpu
+    from calls.constants import DQ, FIRST_CAPTURE, installed
 
-    from rawmla.reference._flex import NumpyMod
-
-    launches = flex_on_cpu.install(monkeypatch)
-    launches.score = lambda table: NumpyMod(
-        lambda s, b, h, q, k: s + table[h, q - k + TOKENS],
-        lambda grad, *at: grad,
-        {"table": (table, lambda grad, s, b, h, q, k: ((h, q - k + TOKENS), grad))},
-    )
-    launches.mask = lambda: lambda b, h, q, k: q >= k
     (name,) = GRADIENTS
-    names, _ = run(name, rawmla.flex_attention, create_block_mask, "cpu", TOKENS, None)
-    assert names["q"].grad.shape == names["q"].shape and bool(names["q"].grad.any())
-    read = names["table"].grad != 0  # by causal queries, at distances of 0 to TOKENS - 1
-    assert not bool(read[:, :TOKENS].any()) and bool(read[:, TOKENS:].any())
+    with installed() as launches:
+        names, _ = run(name, rawmla.flex_attention, create_block_mask, "cpu", TOKENS, None)
+    assert launches.forward and len(launches.backward) == 1
+    assert bool((names["q"].grad == DQ).all()) and bool((names["table"].grad == FIRST_CAPTURE).all())
 
 
-def test_text_of_causal() -> None:
-    """The text that the page shows."""
+def test_shown_results() -> None:
+    """The text of a function, and the picture of a mask, that the page shows."""
     names, _ = on_the_cpu("causal")
     from rawmla.flex.trace import trace
 
     text = trace(names["causal"], "mask_mod").text
-    assert "\n".join(f"    {line}" for line in text.splitlines()) in PAGE
-
-
-def test_picture() -> None:
-    """The picture that the page shows."""
-    pytest.importorskip("torch.nn.attention.flex_attention")
     picture = str(create_block_mask(lambda b, h, q, k: q >= k, None, None, 512, 512))
-    assert "\n".join(f"    {line}" for line in picture.splitlines()) in PAGE
+    for shown in (text, picture):
+        assert "\n".join(f"    {line}" for line in shown.splitlines()) in PAGE

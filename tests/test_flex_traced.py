@@ -1,17 +1,17 @@
-"""Functions that are traced ahead of calls: what they show, what they keep, and what calls make of them."""
+"""Functions that are traced ahead of calls: their parts, the values that they keep, and calls with them."""
 
 from __future__ import annotations
 
 import copy
 import pickle
 import re
+import struct
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
-import flex_on_cpu  # noqa: E402
 from calls.constants import installed  # noqa: E402
 from calls.fakes import trace_on_device_0  # noqa: E402
 from emulator.device import HostTensors  # noqa: E402
@@ -53,7 +53,7 @@ def causal(b: Any, h: Any, q: Any, k: Any) -> Any:
     return q >= k
 
 
-def test_what_a_score_function_shows() -> None:
+def test_parts_of_a_score_function() -> None:
     table, gain = torch.randn(50, requires_grad=True), torch.tensor(3.0)
 
     def score(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
@@ -70,7 +70,7 @@ def test_what_a_score_function_shows() -> None:
     assert with_gradients.backward.text in mod.grad and with_gradients.backward.captured in mod.grad
 
 
-def test_what_a_mask_function_shows() -> None:
+def test_parts_of_a_mask_function() -> None:
     limits = torch.arange(50)
     mod = traced(lambda b, h, q, k: k < limits[q], "mask_mod")
     assert mod.kind == "mask_mod" and "mod.t0" in mod.code and mod.grad is None
@@ -78,23 +78,20 @@ def test_what_a_mask_function_shows() -> None:
 
 
 @pytest.mark.parametrize("backward", (False, True))
-def test_calls_take_what_the_function_gives(on_device_0: HostTensors, backward: bool) -> None:
+def test_calls_bind_the_same_function(
+    on_device_0: HostTensors, backward: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They do not look at it again."""
     function = biased(torch.randn(50, requires_grad=True))
+    given: list[tuple[Any, Any]] = [(function, "score_mod"), (causal, "mask_mod")]
     with torch.no_grad():
-        plain = bind(function, on_device_0, backward=backward)
-        assert bind(traced(function), on_device_0, backward=backward) == plain
-    mask = traced(causal, "mask_mod")
-    assert bind(mask, on_device_0, "mask_mod", backward) == bind(causal, on_device_0, "mask_mod", backward)
+        plain = [bind(one, on_device_0, kind, backward) for one, kind in given]
+        mods = [(traced(one, kind), kind) for one, kind in given]
+        monkeypatch.setattr(memo, "read", lambda *given: pytest.fail("the function is read again"))
+        assert [bind(mod, on_device_0, kind, backward) for mod, kind in mods] == plain
 
 
-def test_calls_do_not_look_at_the_function(on_device_0: HostTensors, monkeypatch: pytest.MonkeyPatch) -> None:
-    mod = traced(biased(torch.randn(50)))
-    monkeypatch.setattr(memo, "read", lambda *given: pytest.fail("the function is read again"))
-    for backward in (False, True):
-        bind(mod, on_device_0, backward=backward)
-
-
-def test_what_is_kept(on_device_0: HostTensors) -> None:
+def test_values_that_are_kept(on_device_0: HostTensors) -> None:
     """Another number or tensor of a variable is not seen; what changes in place is."""
     table, factor, gain = torch.randn(50), 2.0, torch.tensor(3.0)
 
@@ -178,10 +175,11 @@ def test_refused(function: Any, kind: Any, error: type[Exception], text: str) ->
 
 
 def test_a_traced_function_of_the_other_kind() -> None:
+    mask = traced(causal, "mask_mod")
     with pytest.raises(TypeError, match="^score_mod: expected a function of this kind, .* of a mask_mod"):
-        as_reading(traced(causal, "mask_mod"), "score_mod", 0)
+        as_reading(mask, "score_mod", 0)
     with pytest.raises(TypeError, match="^function: expected a Python function, got"):
-        traced(traced(causal, "mask_mod"), "mask_mod")
+        traced(mask, "mask_mod")
 
 
 def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,7 +224,7 @@ def test_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(mod.captures.values()) == [0.5] and "mod.n0" in mod.code
 
 
-# ---- what a BlockMask keeps of its function
+# ---- the function of a BlockMask
 
 
 @pytest.fixture
@@ -256,7 +254,7 @@ def test_a_mask_reads_its_function_once(looked: list[Any], monkeypatch: pytest.M
     assert looked == [causal, causal]
 
 
-def test_what_a_mask_keeps() -> None:
+def test_values_that_a_mask_keeps() -> None:
     limits, width = torch.arange(50), 3
 
     def near(b: Any, h: Any, q: Any, k: Any) -> Any:
@@ -272,21 +270,18 @@ def test_what_a_mask_keeps() -> None:
     assert now is not None and now.arrays[0] is limits and list(now.sources) == [5]
 
 
-def test_masks_that_hide_nothing() -> None:
-    theirs = pytest.importorskip("torch.nn.attention.flex_attention").noop_mask
-    for function in (rawmla.noop_mask, theirs):
-        mask = mask_of(function)
-        assert read_mask(mask, 0) is None
-        mask.mask_mod = causal
-        assert read_mask(mask, 0) is not None
-
-
-def test_a_mask_of_torch_is_looked_at_again(looked: list[Any]) -> None:
+def test_masks_of_torch(looked: list[Any]) -> None:
+    """They are looked at at each call. Both libraries have a function that hides nothing."""
     theirs = pytest.importorskip("torch.nn.attention.flex_attention")
     mask = theirs.create_block_mask(causal, 1, 1, 256, 256, device="cpu")
     for _ in range(2):
         read_mask(mask, 0)
     assert looked == [causal, causal]
+    for function in (rawmla.noop_mask, theirs.noop_mask):
+        mask = mask_of(function)
+        assert read_mask(mask, 0) is None
+        mask.mask_mod = causal
+        assert read_mask(mask, 0) is not None
 
 
 def test_copies_read_for_themselves(looked: list[Any]) -> None:
@@ -309,25 +304,17 @@ def test_a_tensor_of_a_mask_that_requires_grad_later() -> None:
         read_mask(mask, 0, backward=True)
 
 
-def test_calls_with_one_mask(monkeypatch: pytest.MonkeyPatch, looked: list[Any]) -> None:
+def test_calls_with_one_mask(looked: list[Any]) -> None:
     """Forward and backward take what the first call read."""
-    launches = flex_on_cpu.install(monkeypatch)
-    launches.mask = lambda limits: lambda b, h, q, k: k < limits[q]
     limits = torch.arange(256) % 200 + 1
-    mask = flex_on_cpu.in_torch(
-        rawmla.reference.create_block_mask(lambda b, h, q, k: q - k < 256, None, None, 256, 256),
-        lambda b, h, q, k: k < limits[q],
-    )
-    mask.kv_num_blocks, mask.full_kv_num_blocks = mask.full_kv_num_blocks, mask.kv_num_blocks
-    mask.kv_indices, mask.full_kv_indices = mask.full_kv_indices, mask.kv_indices
-    mask.q_num_blocks, mask.full_q_num_blocks = mask.full_q_num_blocks, mask.q_num_blocks
-    mask.q_indices, mask.full_q_indices = mask.full_q_indices, mask.q_indices
+    first = limits.data_ptr()
+    mask = mask_of(lambda b, h, q, k: k < limits[q])
     q, k, v = [torch.randn(1, 2, 256, 16).half().requires_grad_() for _ in range(3)]
-    found = []
-    for _ in range(2):
-        out = rawmla.flex_attention(q, k, v, block_mask=mask)
-        found.append((out.detach(), *torch.autograd.grad(out.float().square().mean(), (q, k, v))))
-        limits = torch.ones(256, dtype=torch.int64)  # not seen
+    with installed() as launches:
+        for _ in range(2):
+            out = rawmla.flex_attention(q, k, v, block_mask=mask)
+            torch.autograd.grad(out.float().sum(), (q, k, v))
+            limits = torch.ones(256, dtype=torch.int64)  # not seen
     assert len(looked) == 1
-    for one, other in zip(*found, strict=True):
-        assert bool(one.any()) and torch.equal(one, other)
+    masks = [launch.mask_mod for launch in (*launches.forward, *launches.backward)]
+    assert len(masks) == 4 and set(masks) == {masks[0]} and masks[0][:8] == struct.pack("<Q", first)

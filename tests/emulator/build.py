@@ -6,6 +6,7 @@ import ctypes
 import hashlib
 import os
 import platform
+import re
 import shutil
 import subprocess
 from functools import cache
@@ -14,6 +15,7 @@ from pathlib import Path
 from filelock import FileLock
 
 from rawmla.jit import KernelSpec, sources
+from rawmla.jit.sources import SourceSet
 
 from .text import rewritten
 
@@ -52,10 +54,13 @@ def build_kernel(spec: KernelSpec, folder: Path, root: Path | None = None) -> ct
     """
     machine = _build_machine(folder)
     files = rewritten(sources.collect(root or sources.find_source_root(), spec.name, spec.headers))
-    # The entry, with its parameter struct by value as the kernel has it.
-    files["entry.cpp"] = f"""#include "kernel_text.h"
-#include "kernels/{spec.name}.cu"
-template <class Params>
+    files["entry.cpp"] = f'#include "kernel_text.h"\n#include "kernels/{spec.name}.cu"\n{entry_of(spec.name)}'
+    return _build_on(machine, spec.name, files, "entry.cpp", folder, dict(spec.macros))
+
+
+def entry_of(kernel: str) -> str:
+    """The functions by which `Emulator.run` calls a kernel; its parameter struct is passed by value."""
+    return f"""template <class Params>
 int bytes_of(void (*)(Params)) {{
     return sizeof(Params);
 }}
@@ -63,15 +68,38 @@ template <class Params>
 void call(void (*kernel)(Params), const void* params) {{
     kernel(*static_cast<const Params*>(params));
 }}
-extern "C" int emulator_param_bytes() {{ return bytes_of({spec.name}); }}
-extern "C" void emulator_entry(const void* params) {{ call({spec.name}, params); }}
+extern "C" int emulator_param_bytes() {{ return bytes_of({kernel}); }}
+extern "C" void emulator_entry(const void* params) {{ call({kernel}, params); }}
 """
-    defines = [f"-D{name}={value}" for name, value in spec.macros]
+
+
+def build_text(name: str, text: str, folder: Path, **macros: int) -> ctypes.CDLL:
+    """Build the library of a C++ text that includes headers of rawmla.
+
+    Functions that run outside of a launch may set `emulator::thread_index`, and cannot wait. With `entry_of`
+    in the text, a kernel in it can be launched.
+    """
+    root, headers = sources.find_source_root(), {}
+    pending = [text]
+    while pending:
+        for header in re.findall(r'^#include "(.+)"', pending.pop(), re.MULTILINE):
+            if header not in headers and (root / header).exists():
+                headers[header] = (root / header).read_bytes()
+                pending.append(headers[header].decode())
+    files = rewritten(SourceSet("main.cpp", text.encode(), tuple(sorted(headers.items()))))
+    files["main.cpp"] = f'#include "kernel_text.h"\n{files["main.cpp"]}'
+    return _build_on(_build_machine(folder), name, files, "main.cpp", folder, macros)
+
+
+def _build_on(
+    machine: Path, name: str, files: dict[str, str], main: str, folder: Path, macros: dict[str, int]
+) -> ctypes.CDLL:
+    defines = [f"-D{key}={value}" for key, value in macros.items()]
     # CUDA's int and float overloads, unused variables and the like are nvcc's to judge. The machine brings
     # the libraries: to look through them takes the linker longer than all the rest.
-    flags = ["-O0", "-w", "-nostdlib", *defines, "-I", str(CUDA)]
+    flags = ["-O0", "-w", "-nostdlib", "-fno-exceptions", *defines, "-I", str(CUDA)]
     flags += [str(machine), f"-Wl,-rpath,{folder.resolve()}"]
-    return ctypes.CDLL(str(build_library(spec.name, files, ["entry.cpp"], flags, folder)))
+    return ctypes.CDLL(str(build_library(name, files, [main], flags, folder)))
 
 
 def _build_machine(folder: Path) -> Path:

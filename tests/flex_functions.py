@@ -1,0 +1,397 @@
+"""Score and mask functions that tests trace, and the points at which they evaluate them."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+B, H, LENGTH = 2, 4, 50
+L = LENGTH
+F = torch.nn.functional
+INFINITY = float("inf")
+
+
+def draw(seed: int) -> Any:
+    """A generator of random numbers."""
+    return torch.Generator().manual_seed(seed)
+
+
+def randn(*shape: int) -> Any:
+    """Random numbers that the shape decides."""
+    return torch.randn(shape, generator=draw(sum(shape)))
+
+
+def _integers(low: int, high: int, *shape: int, dtype: Any = torch.int64) -> Any:
+    return torch.randint(low, high, shape, dtype=dtype, generator=draw(high))
+
+
+# ---- what functions read
+
+BIAS = randn(H, LENGTH, LENGTH)
+SLOPES = randn(H).abs().bfloat16()
+HALF = randn(H).half()
+DOCUMENTS = _integers(0, 5, B, LENGTH)
+PLACES = randn(LENGTH, 3)
+TABLE = randn(99)
+FLAGS = randn(LENGTH) > 0
+INT8 = _integers(-128, 128, LENGTH, dtype=torch.int8)
+UINT8 = _integers(0, 256, LENGTH, dtype=torch.uint8)
+INT16 = _integers(-(2**15), 2**15, LENGTH, dtype=torch.int16)
+DOUBLE = randn(LENGTH).double()
+OFFSETS = _integers(0, 40, B, H)
+TRANSPOSED = randn(LENGTH, H).t()
+EVERY_OTHER = randn(2 * LENGTH)[::2]
+SQUARE = randn(4, 4)
+RANK4, RANK5, RANK6 = randn(B, H, 2, LENGTH), randn(B, H, 2, 3, 2), randn(B, H, 2, 3, B, 2)
+WHICH = torch.tensor([1, 0])
+ALPHA, THREE = torch.tensor(2.5), torch.tensor(3)
+
+
+def points(count: int = 100) -> tuple[Any, Any]:
+    """Scores `[count]`, and (b, h, q_idx, kv_idx) `[count, 4]`, each index drawn by itself."""
+    scores = torch.randn(count, generator=draw(7)) * 2
+    scores[:8] = scores[:8].round()
+    extents = (B, H, LENGTH, LENGTH)
+    return scores, torch.stack(
+        [torch.randint(0, n, (count,), generator=draw(30 + i)) for i, n in enumerate(extents)], dim=1
+    )
+
+
+# ---- values
+
+
+def _in_place(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    far = q - k > 5
+    far.logical_and_(k > 2)
+    s = s * 2
+    s.masked_fill_(far, -1.0)
+    return s
+
+
+def _vectors_in_place(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    vector = PLACES[q] * s
+    before = vector.square()  # no view
+    vector.add_(PLACES[k]).masked_fill_(vector > 1, 2.0)
+    vector.index_put_((h % 3,), s)
+    return (vector - before).sum() + vector[b]
+
+
+def _by_two_names(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    first = s.clone()
+    second = first.contiguous().to(torch.float32).add_(1)
+    first *= 3
+    seen = (q > k).clone()
+    seen |= k > 3
+    counted = s.clone()
+    counted.gt_(0.5)  # stays a float
+    last = s.view(()).mul(2)
+    last.view(()).detach()  # used by nothing afterwards
+    last += 1
+    return first + second + seen + counted / 2 + last
+
+
+SCORE_MODS: dict[str, Callable[..., Any]] = {
+    "indices": lambda s, b, h, q, k: q * 1.5 - k + b,
+    "bias": lambda s, b, h, q, k: s + BIAS[h, q][k] * 2 + SLOPES[h].float() * (k - q),
+    "offsets": lambda s, b, h, q, k: s + TABLE[OFFSETS[b, h]] * (q - k) / math.sqrt(3),
+    "gate": lambda s, b, h, q, k: s * ALPHA + torch.sigmoid(SQUARE[h % 4].sum()),
+    "0-d": lambda s, b, h, q, k: s + (THREE * q).to(s.dtype),
+    "fresh tensor": lambda s, b, h, q, k: torch.maximum(s, torch.tensor(0.5)),
+    "ends": lambda s, b, h, q, k: s + TABLE[-1] + TABLE[3:7].mean(),
+    "masked_fill": lambda s, b, h, q, k: s.masked_fill(q < k, float("-inf")),
+    "int8": lambda s, b, h, q, k: s + INT8[q] * INT8[k],
+    "uint8": lambda s, b, h, q, k: s + (UINT8[q] + UINT8[k]) - (UINT8[q] - UINT8[k]),
+    "int16": lambda s, b, h, q, k: s + (INT16[q] << 1) + INT16[k],
+    "float64": lambda s, b, h, q, k: s + DOUBLE[k].float() * HALF[h].float(),
+    "strides": lambda s, b, h, q, k: s + TRANSPOSED[h, q] + EVERY_OTHER[k],
+    "floor": lambda s, b, h, q, k: (q - k) // 3 * 1.0 + (q - k) // -7 + torch.floor_divide(s, -0.4),
+    "remainder": lambda s, b, h, q, k: s + (q - k) % -5 + torch.remainder(s, 0.7) + torch.fmod(s, -0.3),
+    "flags": lambda s, b, h, q, k: torch.where(FLAGS[q] & ~FLAGS[k], s, 0.0),
+    "bits": lambda s, b, h, q, k: s + (q << 2) + (k >> 1) + (q ^ k) + (q & k | h) + ~q,
+    "bool as number": lambda s, b, h, q, k: s * (q > k) + (q == k),
+    "minimum": lambda s, b, h, q, k: s - torch.minimum(q, k),
+    "short vectors": lambda s, b, h, q, k: s + PLACES[q].amax() - PLACES[k].amin() + PLACES[q][1:].sum(),
+    "element of a vector": lambda s, b, h, q, k: (
+        s + (PLACES[q] * 2)[1] + PLACES[q].expand(2, 3).sum(0)[h % 3]
+    ),
+    "integer powers": lambda s, b, h, q, k: s + q**3 + (q - k) ** 2,
+    "alpha": lambda s, b, h, q, k: torch.rsub(s, 2) + torch.sub(s, q, alpha=2),
+    "int32 wraps": lambda s, b, h, q, k: s + (q + 40000) * (k + 60000),
+    "in place": _in_place,
+    "nan and inf": lambda s, b, h, q, k: torch.where(torch.isfinite(s / 0) | torch.isnan(s), s, s + 1),
+    "infinities": lambda s, b, h, q, k: (
+        torch.where(torch.isinf(s / (q - k)), 2.0, s) + torch.isneginf(s / (q - k)) * 3 + torch.isinf(q / k)
+    ),
+    "six indices": lambda s, b, h, q, k: (
+        s
+        + RANK5[b, h, q % 2, k % 3, 1]
+        + RANK6[b][h, q % 2][k % 3, b, h % 2]
+        + RANK6[..., -1][b, h, q % 2, 0, 1]
+    ),
+    "slices beside indices": lambda s, b, h, q, k: (
+        s
+        + (BIAS[h, 1:][q % 49, k] + BIAS[:, q][h, k] + BIAS[..., k][h, q] + BIAS[h, ...][q, k])
+        + (RANK5[b, :, q % 2, ..., 1][h, k % 3] + RANK4[b, 1::2, -1, ...][h // 2, k])
+        + (PLACES[q] * s).expand(2, 3)[b, 1:][h % 2]
+    ),
+    "new dimensions beside indices": lambda s, b, h, q, k: (
+        s
+        + (SQUARE[h, None, q % 4][0] + PLACES[None, q, None][0, 0, h % 3] + PLACES[k, ..., None][h % 3, 0])
+        + (PLACES[q] * s)[None, h % 3, None].sum()
+    ),
+    "sums of nothing": lambda s, b, h, q, k: (
+        s + (PLACES[q] * s)[3:].sum() + PLACES[k][0:0].sum() + PLACES[k].int()[3:].sum()
+    ),
+    "means of nothing": lambda s, b, h, q, k: torch.where(q > k, s, (PLACES[q] * s)[0:0].mean()),
+    "orders of small integers": lambda s, b, h, q, k: sum(
+        2**place * compared
+        for place, compared in enumerate(
+            compare(x[q], -1)
+            for x in (UINT8, INT8, INT16)
+            for compare in (torch.lt, torch.le, torch.gt, torch.ge, torch.eq, torch.ne)
+        )
+    ),
+    "small integers of two kinds": lambda s, b, h, q, k: (
+        s + (UINT8[q] < INT8[k]) + 2 * torch.maximum(UINT8[q], INT8[k]) + 1024 * (UINT8[q] % INT8[q].sign())
+    ),
+    "parts of small integers": lambda s, b, h, q, k: (
+        (UINT8[q] % -3) + 256.0 * (UINT8[k] // -3) + 512.0 * torch.fmod(INT8[q], -3) + s + INT16[q] % -300
+    ),
+    "bounds of small integers": lambda s, b, h, q, k: (
+        torch.clamp(UINT8[q], -2, 3) + 256.0 * UINT8[k].clamp(min=-9) + 1e5 * INT8[q].clamp(-9, 5) + s
+    ),
+    "sums of small integers": lambda s, b, h, q, k: (
+        (UINT8[q] + -1) + 256.0 * torch.sub(UINT8[k], 3, alpha=-100) + 1e5 * (UINT8[q] & -4) + (-1 - UINT8[q])
+    ),
+    "vectors in place": _vectors_in_place,
+    "what was read in place": lambda s, b, h, q, k: TABLE[q].mul_(s).add_(BIAS[h, q][k].neg_()),
+    "one tensor by two names": _by_two_names,
+    "index captured": lambda s, b, h, q, k: s + RANK4[b, h][WHICH[0], q] - RANK4[b, h][WHICH[k % 2], q],
+}
+MASK_MODS: dict[str, Callable[..., Any]] = {
+    "causal": lambda b, h, q, k: q >= k,
+    "documents": lambda b, h, q, k: (DOCUMENTS[b, q] == DOCUMENTS[b, k]) & (q >= k),
+    "window": functools.partial(lambda width, b, h, q, k: (q - k <= width) & (q >= k), 9),
+    "all": lambda b, h, q, k: True,
+    "ones": lambda b, h, q, k: torch.ones_like(q, dtype=torch.bool),
+    "new_ones": lambda b, h, q, k: q.new_ones((), dtype=torch.bool),
+    "not": lambda b, h, q, k: ~(q == k) | (k < 3),
+    "logical": lambda b, h, q, k: torch.logical_and(q > k, torch.logical_not(FLAGS[k])),
+    "or, xor": lambda b, h, q, k: torch.logical_or(torch.logical_xor(q % 3, k > q), FLAGS[k]),
+    "integer": lambda b, h, q, k: (q - k) % 3,
+    "finite": lambda b, h, q, k: torch.isfinite(BIAS[h, q, k]) & (q != k),
+}
+
+
+# ---- derivatives by the score
+
+EDGES = (0.0, -0.0, 0.25, -0.25, 0.5, -0.5, 0.75, 1.0, -1.0, 1.5, -1.5, 2.0, -2.0, 3.0, -3.0, 6.0, -6.0, 20.0)
+"""Where functions below switch, are tied, or have no derivative."""
+
+
+def scores() -> Any:
+    """The edges, and random scores."""
+    return torch.cat([torch.tensor(EDGES), torch.randn(100, generator=draw(7)) * 2])
+
+
+def _straight_through(s: Any) -> Any:
+    with torch.no_grad():
+        step = s.round() - s
+    return (s + step) * 2
+
+
+OF_THE_SCORE: dict[str, Callable[[Any], Any]] = {
+    "rsub": lambda s: torch.rsub(s, 2, alpha=3),
+    "mul": lambda s: 2 * s * s,
+    "div": lambda s: s / 3 + 3 / s,
+    "neg": lambda s: -s,
+    "abs": lambda s: s.abs(),
+    "reciprocal": lambda s: s.reciprocal(),
+    "square": lambda s: s.square(),
+    "pow 0": lambda s: s**0,
+    "pow 1": lambda s: s**1,
+    "pow 2": lambda s: s**2,
+    "pow 3": lambda s: s**3,
+    "pow 5": lambda s: s**5,
+    "pow -1": lambda s: s**-1,
+    "pow -2": lambda s: s**-2,
+    "pow 0.5": lambda s: s**0.5,
+    "pow -0.5": lambda s: s**-0.5,
+    "pow 1.5": lambda s: s**1.5,
+    "number to the power": lambda s: 2**s + 0.5**s + 0 ** s.abs(),
+    "power of two": lambda s: s.abs() ** s,
+    "exp": lambda s: torch.exp(s),
+    "exp2": lambda s: torch.exp2(s),
+    "expm1": lambda s: torch.expm1(s),
+    "log": lambda s: torch.log(s),
+    "log2": lambda s: torch.log2(s),
+    "log10": lambda s: torch.log10(s),
+    "log1p": lambda s: torch.log1p(s),
+    "sqrt": lambda s: torch.sqrt(s),
+    "rsqrt": lambda s: torch.rsqrt(s),
+    "sin": lambda s: torch.sin(s),
+    "cos": lambda s: torch.cos(s),
+    "tan": lambda s: torch.tan(s),
+    "asin": lambda s: torch.asin(s),
+    "acos": lambda s: torch.acos(s),
+    "atan": lambda s: torch.atan(s),
+    "atan2": lambda s: torch.atan2(s, s + 1) + torch.atan2(1 - s, s * 2),
+    "sinh": lambda s: torch.sinh(s / 2),
+    "cosh": lambda s: torch.cosh(s / 2),
+    "tanh": lambda s: torch.tanh(s),
+    "asinh": lambda s: torch.asinh(s),
+    "acosh": lambda s: torch.acosh(s),
+    "atanh": lambda s: torch.atanh(s),
+    "erf": lambda s: torch.erf(s),
+    "erfc": lambda s: torch.erfc(s),
+    "sigmoid": lambda s: torch.sigmoid(s),
+    "silu": lambda s: F.silu(s),
+    "relu": lambda s: F.relu(s),
+    "gelu": lambda s: F.gelu(s),
+    "gelu tanh": lambda s: F.gelu(s, approximate="tanh"),
+    "softplus": lambda s: F.softplus(s) + F.softplus(s, 2.0, 3.0),
+    "leaky_relu": lambda s: F.leaky_relu(s, 0.1),
+    "hardtanh": lambda s: F.hardtanh(s) + F.hardtanh(s, -0.5, 2.0),
+    "elu": lambda s: F.elu(s, 1.5) + torch.ops.aten.elu(s, 0.7, 1.2, 0.3),
+    "selu": lambda s: F.selu(s),
+    "in place": lambda s: (
+        F.elu(s * 1, inplace=True) + F.leaky_relu(s * 1, inplace=True) + (s * 1).sigmoid_() + (2 * s).tanh_()
+    ),
+    "silu in place": lambda s: F.silu(s * 2, inplace=True) * s,
+    "score in place": lambda s: s.mul_(3).add_(1).sin(),
+    "clamp": lambda s: s.clamp(-0.5, 2) + s.clamp(min=1) + s.clamp(max=-1),
+    "clamp_min": lambda s: s.clamp_min(0.5) + s.clamp_max(1.5),
+    "clamp by tensors": lambda s: (2 * s).clamp(s - 1, s * s),
+    "maximum": lambda s: (
+        torch.maximum(s, 2 * s) + torch.maximum(s, s**2) + torch.maximum(s, torch.tensor(0.5))
+    ),
+    "minimum": lambda s: (
+        torch.minimum(s, 2 * s) + torch.minimum(s, s**2) + torch.minimum(s, torch.tensor(0.5))
+    ),
+    "where": lambda s: torch.where(s > 0.5, s * s, -s) + torch.where(s >= 1, s, 0.0),
+    "where with a hidden NaN": lambda s: torch.where(s > 0, torch.log(s), -INFINITY),
+    "where with a hidden infinity": lambda s: torch.where(s > 0, 1 / s, s),
+    "masked_fill": lambda s: (s * s).masked_fill(s < 0.5, -1.0) + (3 * s).masked_fill_(s > 1, 0.0),
+    "remainder": lambda s: torch.remainder(s, 0.75) * s + s % -0.5,
+    "fmod": lambda s: torch.fmod(s, 0.75) * s,
+    "fmod by the score": lambda s: torch.fmod(torch.tensor(2.25), s + 0.125),
+    "rounding": lambda s: s * (s.floor() + s.ceil() + s.round() + s.trunc()) + s.frac(),
+    "div with rounding": lambda s: (
+        s + torch.div(s, 0.25, rounding_mode="floor") + torch.div(s, 0.3, rounding_mode="trunc")
+    ),
+    "sign": lambda s: s + torch.sign(s) + torch.sgn(s) * s,
+    "comparisons": lambda s: s * (s > 0.5) + s * (s != 1) * (s <= 2) + (s == 3),
+    "bool": lambda s: torch.where(torch.logical_not(torch.isnan(s)) & torch.isfinite(s), s, 0.0),
+    "detach": lambda s: s * s.detach() + s.detach(),
+    "no_grad": _straight_through,
+    "copies": lambda s: s.to(torch.float64).float().clone() + torch.zeros_like(s) + torch.full_like(s, 2.0),
+    "used often": lambda s: s * torch.sigmoid(s) + torch.tanh(s) ** 2 - s.exp() * s.cos(),
+}
+
+
+# ---- gradients of captured tensors
+
+
+class Captured(NamedTuple):
+    """A function of tensors of these shapes and of the arguments of a score function."""
+
+    reads: Callable[..., Any]
+    shapes: tuple[tuple[int, ...], ...]
+    sites: str | None = None
+    """For each place that a kernel adds to, the number of its gradient and by what it changes: q, k. None: it
+    is not tested.
+    """
+    dtype: torch.dtype = torch.float32
+
+    def function(self, *tensors: Any) -> Callable[..., Any]:
+        """The score function that reads these tensors."""
+        return functools.partial(self.reads, *tensors)
+
+    def tensors(self, dtype: torch.dtype | None = None) -> list[Any]:
+        """Tensors to read, which require grad, of the dtype or another one with the same values."""
+        made = [torch.randn(shape, generator=draw(20 + i)) for i, shape in enumerate(self.shapes)]
+        return [x.to(self.dtype).to(dtype or self.dtype).requires_grad_() for x in made]
+
+    def wanted_sites(self) -> list[tuple[int, bool, bool]]:
+        """The sites as (gradient, by_q, by_kv)."""
+        return [(int(x[0]), "q" in x, "k" in x) for x in (self.sites or "").split()]
+
+
+CAPTURED: dict[str, Captured] = {
+    "bias": Captured(lambda t, s, b, h, q, k: s + t[h, q, k], ((H, L, L),), "0qk"),
+    "chained": Captured(lambda t, s, b, h, q, k: s + t[b][h, q][k], ((B, H, L, L),), "0qk"),
+    "symmetric": Captured(lambda t, s, b, h, q, k: s + t[q, k] + t[k, q], ((L, L),), "0qk 0qk"),
+    "without the score": Captured(lambda t, s, b, h, q, k: t[h, q, k] * t[h][k, q], ((H, L, L),), "0qk 0qk"),
+    "gate": Captured(lambda t, s, b, h, q, k: s * torch.sigmoid(t[h]), ((H,),), "0"),
+    "by query": Captured(lambda t, s, b, h, q, k: s + t[b, q], ((B, L),), "0q"),
+    "by key": Captured(lambda t, s, b, h, q, k: s - 2 * t[h][k], ((H, L),), "0k"),
+    "relative": Captured(lambda t, s, b, h, q, k: s + t[torch.clamp(q - k, -16, 16) + 16], ((33,),), "0qk"),
+    "one element": Captured(lambda t, s, b, h, q, k: s * t[0], ((1,),), "0"),
+    "whole of one element": Captured(lambda t, s, b, h, q, k: (s * t).sum(), ((1,),), "0"),
+    "often": Captured(
+        lambda t, s, b, h, q, k: s + t[q] * t[q] + t[q].tanh() - t[k] + t[3] + t[-1], ((L,),), "0q 0k 0 0"
+    ),
+    "several": Captured(
+        lambda t, u, v, s, b, h, q, k: s * u[h] + t[q] * v[k] - u[0], ((L,), (H,), (L,)), "0 1q 2k 0"
+    ),
+    "distance": Captured(
+        lambda t, s, b, h, q, k: s - (t[q] - t[k]).square().sum(-1), ((L, 3),), "0q 0q 0q 0k 0k 0k"
+    ),
+    "gathered": Captured(lambda t, s, b, h, q, k: s + t[DOCUMENTS[b, q], DOCUMENTS[b, k]], ((5, 5),), "0qk"),
+    "by a load": Captured(lambda t, s, b, h, q, k: s + t[DOCUMENTS[b, k]], ((5,),), "0k"),
+    "by the score": Captured(lambda t, s, b, h, q, k: s + t[(s > 0).int()], ((2,),), "0qk"),
+    "slices": Captured(
+        lambda t, s, b, h, q, k: s + t[1:4, 0][h % 3] * t[:, 1].mean() + t[2].amax(), ((4, 3),)
+    ),
+    "slices beside indices": Captured(
+        lambda t, s, b, h, q, k: s + t[h, 1:][q % 49] * t[..., k][h] + s * t[h, None, q][0], ((H, L),)
+    ),
+    "sums of nothing": Captured(
+        lambda t, s, b, h, q, k: s * t[q][1] + (t[q] * s)[3:].sum() + t[k][:0].sum(), ((L, 3),)
+    ),
+    "views": Captured(
+        lambda t, s, b, h, q, k: (
+            s + t.unbind(0)[1][q] + t.select(1, 3)[h % 2] + t.narrow(1, 10, 30)[h % 2, q % 30]
+        ),
+        ((2, L),),
+    ),
+    "elements of a vector": Captured(
+        lambda t, s, b, h, q, k: s + (t[q] * s)[h % 3] + (t[k] * 2)[1] + (t[k] * s)[1:].sum(), ((L, 3),)
+    ),
+    "unbound vector": Captured(
+        lambda t, s, b, h, q, k: s * (t[q] * s).unbind(0)[2] + (t[q] + t[k]).unbind(0)[0], ((L, 3),)
+    ),
+    "outer product": Captured(
+        lambda t, s, b, h, q, k: s + (t[q].view(3, 1) * t[k].unsqueeze(0)).sum() / 4, ((L, 3),)
+    ),
+    "largest": Captured(
+        lambda t, s, b, h, q, k: s + t[q].amax() * 2 - t[k].amin(0, keepdim=True).squeeze(0), ((L, 3),)
+    ),
+    "ties": Captured(
+        lambda t, s, b, h, q, k: torch.maximum(s, t[q].round()) + torch.minimum(t[q], t[k]) + s * s, ((L,),)
+    ),
+    "two arguments": Captured(
+        lambda t, s, b, h, q, k: (
+            torch.atan2(s, t[q]) + t[q].abs() ** t[k] + s / t[h] + torch.fmod(s, t[q]) + s.clamp(t[q], t[k])
+        ),
+        ((L,),),
+    ),
+    "hidden": Captured(
+        lambda t, s, b, h, q, k: torch.where(q >= k, s + t[q], -INFINITY) + torch.where(k > 3, 0.0, t[k]),
+        ((L,),),
+        "0q 0k",
+    ),
+    "bfloat16": Captured(
+        lambda t, s, b, h, q, k: s * t[q].float() + t[k].float(), ((L,),), dtype=torch.bfloat16
+    ),
+    "float16": Captured(lambda t, s, b, h, q, k: s + t[h].float() * (q - k), ((H,),), dtype=torch.float16),
+    "float64": Captured(
+        lambda t, s, b, h, q, k: s.double() * t[h, k] + t[h, q] ** 2, ((H, L),), dtype=torch.float64
+    ),
+}
