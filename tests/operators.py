@@ -49,24 +49,26 @@ class Recorder(TorchDispatchMode):
             self.calls.append((function, args))
         return function(*args, **(kwargs or {}))
 
+    def distinct(self) -> list[OperatorCall]:
+        """A call of each operator and layout of its arguments."""
+        return list({(str(op), layout(args)): (op, args) for op, args in self.calls}.values())
+
 
 def all_arguments(call: Call) -> Arguments:
     """The arguments of a call with a plan of tensors, where it takes one, and with what it writes."""
     arguments = call.arguments | call.target()
     if call.plan is not None:
-        arguments |= dict(
-            zip(("tile_scheduler_metadata", "num_splits"), call.make_plan("tensors"), strict=True)
-        )
+        with Recorder():
+            plan = call.make_plan("tensors")
+        arguments |= dict(zip(("tile_scheduler_metadata", "num_splits"), plan, strict=True))
     return arguments
 
 
-def given_outputs(operation: Operation, call: Call) -> Arguments:
+def given_outputs(operation: Operation, results: tuple[Any, ...]) -> Arguments:
     """Slices of larger buffers for the results that can be given."""
-    if operation.out is None:
-        return {}
-    results = zip(operation.outputs, call.run(), strict=False)
-    made = {name: between_canaries(x, operation.out(x))[1].zero_() for name, x in results}
-    return made | {name: x.copy_(made[name]) for name, x in call.target().items()}
+    assert operation.out is not None
+    pairs = zip(operation.outputs, results, strict=False)
+    return {name: between_canaries(x, operation.out(x))[1].zero_() for name, x in pairs}
 
 
 def without_work(call: Call, change: Callable[[Arguments], Arguments]) -> Arguments:
@@ -80,23 +82,25 @@ def without_work(call: Call, change: Callable[[Arguments], Arguments]) -> Argume
 
 
 def uses(operation: Operation, call: Call) -> Iterator[tuple[Any, ...]]:
-    """Make a call in each way that it can be made; gives the results."""
-    for form in call.forms():
-        yield call.run(form)
+    """Make a call in each way that it can be made; gives results, and plans as they are filled."""
+    yield (results := call.run("tensors"))
     for change, _ in operation.empty.values():
         yield call.run(**without_work(call, change))
     if operation.out is not None:
-        yield call.run(**given_outputs(operation, call))
+        given = given_outputs(operation, results)
+        if call.fresh is not None:
+            given[operation.outputs[0]].copy_(call.fresh())
+        yield call.run("tensors", **given)
     for form in call.forms() if call.plan is not None else ():
-        yield call.run(form, invariant=True)
-        metadata, num_splits = call.make_plan(form)
-        yield call.run(tile_scheduler_metadata=metadata, num_splits=num_splits)
+        metadata, num_splits = call.make_plan(form, invariant=True)
+        if form == "object":
+            yield call.run(tile_scheduler_metadata=metadata, num_splits=None, invariant=True)
         yield plan_arrays(metadata, num_splits)
         call.replan(metadata, num_splits)
         yield plan_arrays(metadata, num_splits)
     if call.function.startswith("flash_mla"):
         q = call.arguments["q"]
-        yield call.run(q=(q[..., :-64].clone(), q[..., -64:]))
+        yield call.run("tensors", q=(q[..., :-64].clone(), q[..., -64:]))
 
 
 def plan_arrays(metadata: Any, num_splits: Any) -> tuple[Any, ...]:
@@ -118,7 +122,7 @@ def operator_calls(operation: Operation, case: Any, device: str = "cpu") -> list
     with Recorder() as recorder:
         for _ in uses(operation, operation.make(case, device)):
             pass
-    return list({(str(op), layout(args)): (op, args) for op, args in recorder.calls}.values())
+    return recorder.distinct()
 
 
 # ---- small calls
