@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from full_cases import full_unless
+from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 import rawmla
 import rawmla.torch_ops
@@ -52,6 +55,12 @@ class Recorder(TorchDispatchMode):
     def distinct(self) -> list[OperatorCall]:
         """A call of each operator and layout of its arguments."""
         return list({(str(op), layout(args)): (op, args) for op, args in self.calls}.values())
+
+
+def id_of(pair: tuple[Operation, Any]) -> str:
+    """The test id of an operation and a case."""
+    operation, case = pair
+    return f"{operation.name}-{operation.cases.index(case)}"
 
 
 def all_arguments(call: Call) -> Arguments:
@@ -111,18 +120,28 @@ def plan_arrays(metadata: Any, num_splits: Any) -> tuple[Any, ...]:
 
 
 def layout(args: tuple[Any, ...]) -> str:
-    """What an operator's implementation for fake tensors sees of the arguments."""
-    leaves, tree = torch.utils._pytree.tree_flatten(args)
-    seen = [(x.shape, x.stride(), x.dtype) if isinstance(x, torch.Tensor) else x for x in leaves]
+    """What the results of an operator are made like: the arrays among its arguments."""
+    leaves, tree = tree_flatten(args)
+    seen = [(x.shape, x.stride(), x.dtype) if isinstance(x, torch.Tensor) else None for x in leaves]
     return f"{seen} {tree}"
 
 
-def operator_calls(operation: Operation, case: Any, device: str = "cpu") -> list[OperatorCall]:
-    """The calls of operators in all uses of a case, one of each layout."""
-    with Recorder() as recorder:
-        for _ in uses(operation, operation.make(case, device)):
-            pass
-    return recorder.distinct()
+def cpu_call(operation: Operation, case: Any) -> Call:
+    """The call of a case on the CPU; of many heads it has four, as the reference is slow."""
+    if getattr(case, "h_q", 0) > 4 >= getattr(case, "h_kv", 1):
+        case = replace(case, h_q=4)
+    return operation.make(case, "cpu")
+
+
+def check_operator(op: Any, args: tuple[Any, ...]) -> None:
+    """Check that an operator does what its schema and its implementation for fake tensors say."""
+    copies = tree_map_only(torch.Tensor, torch.clone, args)  # torch's check cannot copy slices of buffers
+    torch.library.opcheck(op, copies, test_utils="test_schema")
+    with FakeTensorMode() as mode:
+        fake = op(*tree_map_only(torch.Tensor, mode.from_tensor, args))
+    for one, other in zip(tree_leaves(fake), tree_leaves(op(*args)), strict=True):
+        assert (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype), op
+        assert one.device == other.device
 
 
 # ---- small calls

@@ -25,10 +25,11 @@ from operators import (  # noqa: E402
     NAMES,
     Recorder,
     all_arguments,
+    check_operator,
+    cpu_call,
     fixed,
     int32,
     operator_call,
-    operator_calls,
     tensors,
     uses,
     varlen,
@@ -133,15 +134,11 @@ QUICK = ("decode_out", "flash_attn_varlen_backward_out")
 @cache
 def first_calls() -> dict[str, tuple[Any, tuple[Any, ...]]]:
     """A call of each operator, by its name."""
-    pairs = [pair for pair in CASES if type(pair) is tuple]
-    calls = [call for operation, case in pairs for call in operator_calls(operation, case)]
-    return {op.name().removeprefix("rawmla::"): (op, args) for op, args in reversed(calls)}
-
-
-def check_operator(op: Any, args: tuple[Any, ...]) -> None:
-    """Run torch's checks but the one of tracing. Its check of schemas cannot copy slices of large buffers."""
-    torch.library.opcheck(op, args, test_utils=("test_autograd_registration", "test_faketensor"))
-    torch.library.opcheck(op, tree_map_only(torch.Tensor, torch.clone, args), test_utils="test_schema")
+    with Recorder() as recorder:
+        for operation, case in (pair for pair in CASES if type(pair) is tuple):
+            for _ in uses(operation, cpu_call(operation, case)):
+                pass
+    return {op.name().removeprefix("rawmla::"): (op, args) for op, args in reversed(recorder.calls)}
 
 
 @each(CASES)
@@ -149,9 +146,9 @@ def test_operators(pair: tuple[Operation, Any], monkeypatch: pytest.MonkeyPatch)
     """The CPU kernels are the reference with its arguments in their places; then torch's checks."""
     operation, case = pair
     with Recorder() as recorder:
-        got = list(uses(operation, operation.make(case, "cpu")))
+        got = list(uses(operation, cpu_call(operation, case)))
     monkeypatch.setattr(core, "rawmla", reference)
-    want = list(uses(operation, operation.make(case, "cpu")))
+    want = list(uses(operation, cpu_call(operation, case)))
     for results, wanted in zip(got, want, strict=True):
         for one, other in zip(results, wanted, strict=True):
             core.assert_same_bits(operation.name, one, other)
@@ -166,7 +163,8 @@ def test_operators(pair: tuple[Operation, Any], monkeypatch: pytest.MonkeyPatch)
 def test_opcheck_with_dynamic_shapes(name: str) -> None:
     """An operator that fills a given out has the checks of the one without."""
     op, args = first_calls()[name]
-    torch.library.opcheck(op, args, test_utils="test_aot_dispatch_dynamic")
+    args = tree_map_only(torch.Tensor, torch.clone, args)
+    torch.library.opcheck(op, args, test_utils=("test_autograd_registration", "test_aot_dispatch_dynamic"))
 
 
 def test_every_operator_is_called_and_returns_no_argument() -> None:
@@ -186,7 +184,7 @@ def test_the_page_has_every_operator() -> None:
 def test_compiled(pair: tuple[Operation, Any]) -> None:
     """Each public function in one graph, with all that it writes."""
     operation, case = pair
-    call = operation.make(case, "cpu")
+    call = cpu_call(operation, case)
     function = getattr(rawmla, call.function)
     arguments = all_arguments(call)
     with Recorder():
@@ -215,7 +213,7 @@ NOT_REFUSED_SO = ("cache on the CPU", "no parts", "a tensor of parts")
 def test_checks_of_the_public_function(pair: tuple[Operation, Any], kind: str) -> None:
     """The errors of eager calls: a wrong dtype of each array, and what the operation refuses besides."""
     operation, case = pair
-    call = operation.make(case, "cpu")
+    call = cpu_call(operation, case)
     good = all_arguments(call)
     refused = [
         (TypeError, PART_OF.get(name, name), {name: wrong_dtype(x)})
