@@ -126,7 +126,7 @@ def random_case(
         k_lengths=k_lengths,
         q_used=some_of(q_lengths, draw) if draw.random() < 0.5 else None,
         k_used=some_of(k_lengths, draw) if draw.random() < 0.5 else None,
-        rows_around=draw.choice((0, 5, 150)),
+        rows_around=draw.choice((0, 5, 150) if backward else (0, 5)),
         h_q=6,
         h_kv=h_kv,
         causal=draw.random() < 0.5,
