@@ -206,9 +206,12 @@ def test_gradients_of_a_call() -> None:
         for function in (score, traced(score)):
             out = rawmla.flex_attention(q, k, v, function)
             found.append((out.detach(), *torch.autograd.grad(out.float().sum(), (q, k, v, table))))
+        out = rawmla.flex_attention(q, k, v, score)
+        torch.autograd.grad(out.float().sum(), (q,))
     for one, other in zip(*found, strict=True):
         assert bool(one.any()) and torch.equal(one, other)
-    first, second = launches.backward
+    first, second, of_query = launches.backward
+    assert tuple(of_query.call.needs) == (True, False, False, False)
     assert first.call == second.call and first.score_mod[:32] == second.score_mod[:32]
 
 
