@@ -140,12 +140,6 @@ def cupy_framework(monkeypatch: pytest.MonkeyPatch, capturing: bool) -> tuple[Cu
 
 
 class TestCupyMemory:
-    def test_empty(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        framework, allocated = cupy_framework(monkeypatch, capturing=False)
-        array = framework.empty((2, 3), "int32", 0)
-        assert array is allocated[0] and (array.shape, array.dtype) == ((2, 3), np.int32)
-        assert framework.pointer(array) == ADDRESS
-
     def test_empty_on_another_device(self, monkeypatch: pytest.MonkeyPatch) -> None:
         framework, allocated = cupy_framework(monkeypatch, capturing=False)
         entered: list[int] = []
@@ -378,18 +372,6 @@ class TestTorch:
                     assert (scratch.nbytes, scratch.dtype) == (1001, torch.uint8)
                     assert scratch.untyped_storage().data_ptr() != last.untyped_storage().data_ptr()
 
-    def test_allocator_of_scratch_alone(self, framework: TorchFramework) -> None:
-        assert framework.allocator([], 0, 0)() == [None]
-        (scratch,) = framework.allocator([], 1001, 0)()
-        assert (scratch.nbytes, str(scratch.dtype)) == (1001, "torch.uint8")
-
-    def test_strides_of_allocated_arrays(self, torch: Any, framework: TorchFramework) -> None:
-        for device in (0, 1):
-            wanted: list[NewArray] = [((5, 2, 3), "float16", (8, 40, 1)), ((4, 0), "float32", (1, 4))]
-            first, last, scratch = framework.allocator(wanted, 0, device)()
-            assert (first.shape, first.dtype, first.stride()) == ((5, 2, 3), torch.float16, (8, 40, 1))
-            assert (last.shape, last.stride(), scratch) == ((4, 0), (1, 4), None)
-
     @pytest.mark.parametrize("columns", (1, 8, 17))
     def test_aligned_copy(self, torch: Any, columns: int) -> None:
         framework = TorchFramework(torch)
@@ -407,13 +389,6 @@ class TestTorch:
             copy = framework.contiguous_copy(array, "q")
             assert copy.is_contiguous() and not copy.requires_grad and torch.equal(copy, array)
             assert copy.data_ptr() != array.data_ptr()
-
-    def test_fill_and_pointer(self, torch: Any) -> None:
-        framework = TorchFramework(torch)
-        tensor = torch.zeros(3, dtype=torch.int32)
-        framework.fill(tensor, -1)
-        assert tensor.tolist() == [-1, -1, -1]
-        assert framework.pointer(tensor) == tensor.data_ptr()
 
     def test_capture_query_asks_about_its_device(self, torch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         framework = TorchFramework(torch)

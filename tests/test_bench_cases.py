@@ -16,17 +16,21 @@ sys.path.insert(0, str(ROOT / "scripts"))
 import json  # noqa: E402
 
 import rawmla  # noqa: E402
-from bench import around, dense, families, flex, measure, mla, prefix, ratios, timing  # noqa: E402
-from bench.cases import CUDNN, FLASH_ATTENTION_4, OURS, Arrays, Prepared, one_line  # noqa: E402
+from bench import dense, families, flex, measure, mla, prefix, ratios, timing  # noqa: E402
+from bench.cases import CUDNN, FLASH_ATTENTION_4, OURS, Prepared, one_line  # noqa: E402
 from rawmla import reference  # noqa: E402
 
 PEERS = json.loads((ROOT / "docs" / "peers-h200.json").read_text())
 STORED = [row for rows in PEERS.values() if isinstance(rows, list) for row in rows]
 
 
+def named(name: str) -> Any:
+    return families.named(name)
+
+
 def test_names() -> None:
     """Every case has one name and one family; a pattern selects, and one without a match is refused."""
-    names = [case.id for family in families.FAMILIES for case in family.cases()]
+    names = [name for family in families.FAMILIES for name in families.expanded(family.names)]
     assert len(names) == len(set(names)) == len(families.table()) == 215
     assert [case.id for case in families.select(None)] == names
     assert [case.id for case in families.select("metadata-b4096|merge-p2-b1-")] == [
@@ -52,47 +56,54 @@ def test_counts_agree_with_published_rates() -> None:
 
 
 @pytest.mark.parametrize(
-    ("case", "flops", "moved"),
+    ("name", "flops", "moved"),
     [
-        (dense.DenseCase(2, 8), 2 * 16 * 2 * 32 * 256, 2 * (16 * 16 + 16 * 16) * 256),
-        (dense.DenseCase(1, 8, causal=False, window=2, h_kv=4), 2 * 16 * 49 * 256, 2 * 8 * 20 * 256),
-        (dense.DenseCase(1, 8, window=2), 2 * 16 * 21 * 256, 2 * 8 * 32 * 256),
-        (dense.DenseBackwardCase(2, 8, d_qk=192), 2 * 16 * 64 * 832, 4 * 16 * 32 * 320 + 4 * 16 * 16),
-        (prefix.PrefixCase(2, 4, 10), 4 * 128 * 32 * 100, 128 * (8 * 128 + 8 * 32 + 4 * 20 * 8)),
+        ("mha-b2-s8-h16-d128-causal-bf16-fixed", 2 * 16 * 2 * 32 * 256, 2 * (16 * 16 + 16 * 16) * 256),
+        ("mha-b1-s8-h16kv4-d128-window2-bf16-fixed", 2 * 16 * 49 * 256, 2 * 8 * 20 * 256),
+        ("mha-b1-s8-h16-d128-causal-window2-bf16-fixed", 2 * 16 * 21 * 256, 2 * 8 * 32 * 256),
         (
-            prefix.PrefixCase(2, 4, 10, window=3, cache="fp8", fp8_out=True),
+            "mha-backward-b2-s8-h16-d192v128-causal-bf16-fixed",
+            2 * 16 * 64 * 832,
+            4 * 16 * 32 * 320 + 4 * 16 * 16,
+        ),
+        (
+            "prefix-b2-q4-ctx10-h32kv8-d128-bf16page16",
+            4 * 128 * 32 * 100,
+            128 * (8 * 128 + 8 * 32 + 4 * 20 * 8),
+        ),
+        (
+            "prefix-b2-q4-ctx10-h32kv8-d128-fp8page16-window3-fp8out",
             4 * 128 * 32 * 24,
             128 * (8 * 96 + 8 * 32 + 2 * 4 * 8),
         ),
-        (flex.FlexCase(s=256), 4 * 128 * 16 * 2 * 3 * 128**2, 2 * 256 * 512 * 32),
-        (flex.FlexCase(s=384, mask="window", extent=1, further=True), 4 * 128 * 16 * 2 * 5 * 128**2, None),
-        (flex.FlexCase(s=384, mask="documents", extent=100), 4 * 128 * 16 * 2 * 5 * 128**2, None),
-        (flex.FlexBackwardCase(s=256, mask="prefix", extent=200), 10 * 128 * 32 * 4 * 128**2, None),
-        (mla.PrefillCase(2, 100, 16, 576, 32), 2 * 2 * 16 * 32 * 1088, 64 * 1152 + 2 * 2 * 16 * 1088),
-        (around.CacheCase("gather", "v32", 128), 0, 128 * (2 * 576 + 656) + 8),
-        (around.ConvertCase(3, 5, True), 0, 3 * 44),
-        (around.MergeCase(2, 3, 4), 0, 3 * 3 * 4 * 1028),
+        ("flex-b2-s256-h16-d128-causal", 4 * 128 * 16 * 2 * 3 * 128**2, 2 * 256 * 512 * 32),
+        ("flex-b2-s384-h16-d128-window1-lse-max", 4 * 128 * 16 * 2 * 5 * 128**2, None),
+        ("flex-b2-s384-h16-d128-documents100", 4 * 128 * 16 * 2 * 5 * 128**2, None),
+        ("flex-backward-b2-s256-h16-d128-prefix200", 10 * 128 * 32 * 4 * 128**2, None),
+        ("prefill-bf16d576-q2-kv100-h16-top32", 2 * 2 * 16 * 32 * 1088, 64 * 1152 + 2 * 2 * 16 * 1088),
+        ("cache-gather-v32-t128-b1", 0, 128 * (2 * 576 + 656) + 8),
+        ("convert-r3-k5-compact", 0, 3 * 44),
+        ("merge-p2-b3-h4-bfloat16", 0, 3 * 3 * 4 * 1028),
     ],
-    ids=lambda value: getattr(value, "id", ""),
 )
-def test_counts(case: Any, flops: int, moved: int | None) -> None:
+def test_counts(name: str, flops: int, moved: int | None) -> None:
+    case = named(name)
     assert case.flops() == flops and moved in (None, case.bytes_moved())
 
 
 def test_drawn_lengths() -> None:
     """They have the mean of the fixed ones, and are the same at every call."""
-    lengths = mla.DecodeCase(128, 2, 4096, 128, varlen=True).lengths()
-    assert lengths[:3] == mla.DecodeCase(3, 2, 4096, 1, varlen=True).lengths() and min(lengths) >= 2
+    lengths = named("decode-b128-q2-k4096-h128-bf16-varlen").lengths()
+    assert lengths[:3] == named("decode-b3-q2-k4096-h1-bf16-varlen").lengths() and min(lengths) >= 2
     assert 0.9 * 4096 < sum(lengths) / 128 < 1.1 * 4096
-    for case in dense.forward_cases():
+    for case in list(families.select("^mha-b[0-9]")):
         queries, keys = (sum(each) for each in zip(*case.lengths(), strict=True))
         assert queries == pytest.approx(case.b * case.s, abs=case.b) and keys >= queries
-    ragged = prefix.PrefixCase(8, 1024, 8192, ragged=True).query_lengths()
+    ragged = named("prefix-b8-q1024-ctx8192-h32kv8-d128-bf16page16-ragged").query_lengths()
     assert (min(ragged), max(ragged), sum(ragged) // 8) == (1, 2048, 1024)
-    for case in mla.sparse_cases("model1"):
-        if case.extra_tokens is not None:
-            extra = case.extra_lengths() or []
-            assert sum(extra) == case.extra_tokens and 0 <= min(extra) <= max(extra) <= case.extra_topk
+    for case in list(families.select("^sparse-model1.*-lengths")):
+        extra = case.extra_lengths()
+        assert sum(extra) == case.extra_tokens and 0 <= min(extra) <= max(extra) <= case.extra_topk
 
 
 def plain_flex(q: Any, k: Any, v: Any, score: Any = None, mask: Any = None, **_: Any) -> Any:
@@ -196,42 +207,45 @@ def on_host(monkeypatch: pytest.MonkeyPatch, times: float = 1.0) -> list[tuple[s
     return called
 
 
-MHA = {"h_q": 4, "h_kv": 2, "d_qk": 24, "d_v": 16}
-FLEX: dict[str, Any] = {"b": 2, "s": 128, "h_q": 4, "h_kv": 2, "d": 16}
+MHA = "s20-h4kv2-d24v16"
+FLEX = "flex-b2-s128-h4kv2-d16"
 CASES = (
-    mla.DecodeCase(3, 2, 150, 16, causal=True, varlen=True),
-    mla.DecodeCase(1, 1, 150, 16, dtype="fp16"),
-    *(mla.SparseCase(2, 2, 256, 16, 64, layout, 576) for layout in ("v32", "bf16")),
-    mla.SparseCase(2, 1, 256, 16, 64, "model1", 512, 64, 32, 16, 50),
-    mla.PrefillCase(20, 128, 16, 576, 32),
-    mla.PrefillCase(3, 128, 16, 576, 32, "v32", 64),
-    dense.DenseCase(2, 20, **MHA, sink=True),
-    dense.DenseCase(2, 20, causal=False, **MHA, softcap=1.0, dtype="fp16"),
-    dense.DenseCase(3, 20, **MHA, window=3, varlen=True),
-    dense.DenseCase(2, 20, causal=False, **MHA, window=3),
-    dense.DenseBackwardCase(2, 20, **MHA, sink=True),
-    dense.DenseBackwardCase(2, 20, causal=False, **MHA, softcap=1.0),
-    dense.DenseBackwardCase(3, 20, **MHA, window=3, varlen=True),
-    prefix.PrefixCase(2, 20, 37, 4, 2, 32),
-    prefix.PrefixCase(2, 20, 37, 4, 2, 32, cache="fp8", window=9, alibi=True, ragged=True),
-    prefix.PrefixCase(2, 20, 2000, 4, 2, 32, sink=True, fp8_out=True),
-    flex.FlexCase(**FLEX, further=True),
-    flex.FlexCase(**FLEX, mask="full", score="alibi"),
-    flex.FlexCase(**FLEX, mask="window", extent=7, score="softcap"),
-    flex.FlexCase(**FLEX, mask="documents", extent=9, score="bias"),
-    flex.FlexCase(**FLEX, mask="prefix", extent=40, score="scale"),
-    flex.FlexBackwardCase(**FLEX, score="alibi"),
-    flex.FlexBackwardCase(**FLEX, mask="documents", extent=9, score="softcap"),
-    flex.FlexBackwardCase(**FLEX, score="bias", captured=True),
-    flex.FlexBackwardCase(**FLEX, score="scale", captured=True),
-    flex.FlexBackwardCase(**FLEX, mask="window", extent=7, score="scalar", captured=True),
+    "decode-b3-q2-k150-h16-causal-bf16-varlen",
+    "decode-b1-q1-k150-h16-fp16-fixed",
+    "sparse-v32-b2-q2-k256-h16-top64",
+    "sparse-bf16d576-b2-q2-k256-h16-top64",
+    "sparse-model1-b2-q1-k256-h16-top64-extra32page16-lengths",
+    "prefill-bf16d576-q20-kv128-h16-top32",
+    "prefill-v32-q3-kv128-h16-top32",
+    f"mha-b2-{MHA}-causal-sink-bf16-fixed",
+    f"mha-b2-{MHA}-softcap1-fp16-fixed",
+    f"mha-b3-{MHA}-causal-window3-bf16-varlen",
+    f"mha-b2-{MHA}-window3-bf16-fixed",
+    f"mha-backward-b2-{MHA}-causal-sink-bf16-fixed",
+    f"mha-backward-b2-{MHA}-softcap1-bf16-fixed",
+    f"mha-backward-b3-{MHA}-causal-window3-bf16-varlen",
+    "prefix-b2-q20-ctx37-h4kv2-d32-bf16page16",
+    "prefix-b2-q20-ctx37-h4kv2-d32-fp8page16-window9-alibi-ragged",
+    "prefix-b2-q20-ctx2000-h4kv2-d32-bf16page16-sink-fp8out",
+    f"{FLEX}-causal-lse-max",
+    f"{FLEX}-full-alibi",
+    f"{FLEX}-window7-softcap",
+    f"{FLEX}-documents9-bias",
+    f"{FLEX}-prefix40-scale",
+    "flex-backward-b2-s128-h4kv2-d16-causal-alibi",
+    "flex-backward-b2-s128-h4kv2-d16-documents9-softcap",
+    "flex-backward-b2-s128-h4kv2-d16-causal-bias-captured",
+    "flex-backward-b2-s128-h4kv2-d16-causal-scale-captured",
+    "flex-backward-b2-s128-h4kv2-d16-window7-scalar-captured",
 )
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_a_case_is_checked(case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", CASES)
+def test_a_case_is_checked(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The right result passes, one that is 2 % off (FP8: 10) does not; what is timed is what was checked."""
-    bound = 0.04 if getattr(case, "fp8_out", False) else 0.004
+    monkeypatch.setitem(mla.EXTRA_TOKENS, (2, 16), 50)
+    case = named(name)
+    bound = 0.04 if "fp8out" in name else 0.004
     with monkeypatch.context() as patched:
         called = on_host(patched)
         ready = case.prepare()
@@ -242,7 +256,7 @@ def test_a_case_is_checked(case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         if ready.ordered is not None:
             ready.ordered(0)
             assert [options["deterministic"] for _, options in called[-2:]] == [False, True]
-        if getattr(case, "captured", False):
+        if "captured" in name:
             assert ready.without is not None and not ready.without(0)[3]
     with monkeypatch.context() as patched:
         on_host(patched, 1.1 if bound > 0.01 else 1.02)
@@ -252,18 +266,18 @@ def test_a_case_is_checked(case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_pages_lie_apart() -> None:
     """Each set of pages holds its own tokens, in a random order."""
-    inputs = mla.DecodeCase(3, 2, 150, 16, varlen=True).make_inputs(2, "cpu")
+    inputs = named("decode-b3-q2-k150-h16-bf16-varlen").make_inputs(2, "cpu")
     pages = torch.cat([table[table < len(inputs.k_cache)] for table in inputs.block_tables])
     assert pages.sort().values.tolist() == list(range(len(inputs.k_cache))) != pages.tolist()
-    for layout, d in (("v32", 576), ("model1", 512)):
-        sparse = mla.SparseCase(2, 2, 256, 16, 64, layout, d).make_inputs(2, "cpu")
-        sets = [{slot // 64 for slot in indices.flatten().tolist()} for indices, _ in sparse.index_sets]
-        assert not sets[0] & sets[1] and len(sparse.k_cache) == 16
-    rows = mla.PrefillCase(20, 128, 16, 576, 32).make_inputs(1, "cpu").indices[:, 0]
+    for layout, page in (("v32", 64), ("model1", 256)):
+        sparse = named(f"sparse-{layout}-b2-q2-k1024-h16-top64").make_inputs(2, "cpu")
+        sets = [{slot // page for slot in indices.flatten().tolist()} for indices, _ in sparse.index_sets]
+        assert not sets[0] & sets[1] and len(sparse.k_cache) == 4096 // page
+    rows = named("prefill-bf16d576-q20-kv128-h16-top32").make_inputs(1, "cpu").indices[:, 0]
     assert all(len(set(row)) == 32 for row in rows.tolist()) and len(set(map(tuple, rows.tolist()))) == 20
-    case = mla.PrefillCase(4096, 8192, 128, 576, 2048)
+    case = named("prefill-bf16d576-q4096-kv8192-h128-top2048")
     assert mla.rotated_sets(case, 50 << 20) == 1
-    small = mla.PrefillCase(1, 8192, 128, 576, 2048)
+    small = named("prefill-bf16d576-q1-kv8192-h128-top2048")
     assert (mla.rotated_sets(small, 50 << 20) - 1) * small.bytes_moved() >= 150 << 20
 
 
@@ -289,7 +303,7 @@ def test_libraries_beside(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flash_attn", types.ModuleType("flash_attn"))
     monkeypatch.setitem(sys.modules, "flash_attn.cute", module)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: "a stream")
-    case = dense.DenseBackwardCase(2, 20, h_q=4, h_kv=2, d_qk=16, d_v=16)
+    case = named("mha-backward-b2-s20-h4kv2-d16-causal-bf16-fixed")
     ready = case.prepare()
     assert list(ready.peers) == [CUDNN, FLASH_ATTENTION_4]
     call = ready.peers[FLASH_ATTENTION_4]()
@@ -298,8 +312,8 @@ def test_libraries_beside(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "flash_attn_func", lambda *a, **k: (1.02 * function(*a, **k)[0],))
     with pytest.raises(AssertionError, match="has a relative error"):
         ready.peers[FLASH_ATTENTION_4]()
-    for changed in ({"sink": True}, {"window": 3}, {"softcap": 1.0}, {"varlen": True}):
-        other = dense.DenseCase(2, 20, **changed)  # type: ignore[arg-type]
+    for changed in ("sink-bf16-fixed", "window3-bf16-fixed", "softcap1-bf16-fixed", "bf16-varlen"):
+        other = named(f"mha-b2-s20-h4-d16-causal-{changed}")
         with pytest.raises(ValueError, match="neither varied lengths"):
             other.cudnn(other.make_inputs("cpu"))
 
@@ -309,16 +323,10 @@ def test_torch_flex_beside(monkeypatch: pytest.MonkeyPatch) -> None:
     on_host(monkeypatch)
     import torch.nn.attention.flex_attention as module
 
-    case = flex.FlexCase(**FLEX, mask="window", extent=7, score="softcap")
+    case = named(f"{FLEX}-window7-softcap")
     assert list(case.prepare().peers) == ["torch's Triton", "torch's FLASH"]
-    for other in (
-        {"score": "bias"},
-        {"mask": "prefix"},
-        {"cuda_text": True},
-        {"block_size": 64},
-        {"further": True},
-    ):
-        assert not flex.FlexCase(**other).peers(lambda make: make(None)), other
+    for other in ("causal-bias", "prefix4", "causal-cuda", "causal-block64", "causal-lse-max"):
+        assert not named(f"{FLEX}-{other}").peers(lambda make: make(None)), other
     times = 1.0
     monkeypatch.setattr(module, "create_block_mask", lambda mask, *args, **options: mask)
     monkeypatch.setattr(
@@ -335,7 +343,7 @@ def test_torch_flex_beside(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_block_mask_is_checked() -> None:
-    case = flex.BlockMaskCase(512)
+    case = named("flex-block-mask-causal-s512")
     blocks = torch.ones(4, 4, dtype=torch.int32).tril()
     full = types.SimpleNamespace(
         to_dense=lambda: blocks[None, None], full_kv_num_blocks=torch.arange(4)[None, None]
@@ -410,7 +418,8 @@ def test_a_row(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
         (FakeCase, "beside", kind != "alone"),
     ):
         monkeypatch.setattr(module, name, value)
-    case = FakeCase(2, 8192)
+    case = FakeCase.named("mha-b2-s8192-h16-d128-causal-bf16-fixed")
+    assert case is not None
     row = measure.time_attention(case, 1 if kind == "alone" else 3, 5, 0.6)
     calls = {"alone": 9, "beside": 2, "backward": 2}[kind]
     ours, theirs = (f"{name} x{calls}{' enqueued' * (kind == 'backward')}" for name in ("ours", "theirs"))
@@ -434,7 +443,9 @@ def test_a_row(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_calls_of_a_graph() -> None:
-    assert measure.calls_per_graph(dense.DenseCase(32, 16), measure.GRAPH_FLOPS) == 10
-    assert measure.calls_per_graph(dense.DenseCase(2, 8192), measure.GRAPH_FLOPS_IN_TURNS) == 2
-    assert measure.calls_per_graph(mla.PrefillCase(4096, 8192, 128, 576, 2048), 1) == 1
-    assert Arrays(a=1).but(b=2) == Arrays(a=1, b=2)
+    for name, most, calls in (
+        ("mha-b32-s16-h16-d128-causal-bf16-fixed", measure.GRAPH_FLOPS, 10),
+        ("mha-b2-s8192-h16-d128-causal-bf16-fixed", measure.GRAPH_FLOPS_IN_TURNS, 2),
+        ("prefill-bf16d576-q4096-kv8192-h128-top2048", 1, 1),
+    ):
+        assert measure.calls_per_graph(named(name), most) == calls

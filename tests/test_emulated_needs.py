@@ -9,12 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from full_cases import full_unless
 
-from kit.flex_backward import make_flex_backward_inputs
-from kit.mha import MhaCase, make_mha_inputs
-from operations import dense_backward
-from operations import flex_backward as flex_backward_calls
-from operations.dense import SMALL as RAGGED
-from operations.flex_backward import SMALL_CASES
+from kit.mha import MhaCase
 from rawmla.flex import backward as flex_backward
 from rawmla.kernels.mha_backward_variants import ALL, Needs, specs
 
@@ -22,6 +17,15 @@ if TYPE_CHECKING:
     from emulator import Emulator
 
 torch = pytest.importorskip("torch")
+
+import rawmla  # noqa: E402
+from operations.dense import SMALL as SEGMENTS  # noqa: E402
+from operations.dense_backward import (  # noqa: E402
+    BackwardCase,
+    gradients_of_some,
+    make_dense_backward_call,
+)
+from operations.flex_backward import SMALL_CASES, make_flex_backward_call  # noqa: E402
 
 SOME = (
     Needs(True, False, False, False),
@@ -35,18 +39,22 @@ SOME = (
 OF_192: dict[str, Any] = {"d_qk": 192, "d_v": 128}
 OF_256: dict[str, Any] = {"d_qk": 256, "d_v": 256}
 SMALL: dict[str, Any] = {"b": 1, "s_q": 150, "s_k": 200, "h_q": 2, "h_kv": 1}
-MHA = (
+DENSE_CASES = (
     (MhaCase(b=1, s_q=150, s_k=40, h_q=4, h_kv=2, causal=True, sink="infinite"), "both"),
-    (MhaCase(**SMALL, window=(30, 5), layout="slice", d_qk=64, d_v=64), "out"),
-    (MhaCase(**SMALL, softcap=15.0, alibi="heads", d_qk=64, d_v=64), "both"),
-    (MhaCase(**RAGGED, q_used=(2, 0, 1, 100), k_used=(3, 0, 0, 141), rows_around=70, layout="slice"), "lse"),
+    (MhaCase(b=1, s_q=200, s_k=300, h_q=2, h_kv=1, window=(30, 5), layout="slice", d_qk=64, d_v=64), "out"),
+    (MhaCase(b=1, s_q=140, s_k=270, h_q=2, h_kv=2, softcap=15.0, alibi="heads", d_qk=64, d_v=64), "both"),
+    (
+        MhaCase(**SEGMENTS, q_used=(2, 0, 1, 100), k_used=(3, 0, 0, 141), rows_around=70, layout="slice"),
+        "lse",
+    ),
     (MhaCase(**SMALL, causal=True, d_qk=128, d_v=128, softcap=15.0, sink="float32"), "both"),
     (MhaCase(**SMALL, **OF_192, causal=True, sink="float32"), "out"),
     (MhaCase(**SMALL, **OF_192, window=(60, 10), softcap=15.0), "lse"),
     (MhaCase(**SMALL, **OF_256, causal=True, sink="float32"), "both"),
     (MhaCase(**SMALL, **OF_256, softcap=15.0, dtype="float16"), "out"),
 )
-FLEX = tuple((one.forward, one.of, one.deterministic) for one in (*SMALL_CASES[:4], SMALL_CASES[7]))
+DENSE = [BackwardCase(case, of, number % 2 == 1) for number, (case, of) in enumerate(DENSE_CASES)]
+FLEX = [SMALL_CASES[i] for i in (0, 1, 2, 3, 7)]
 
 
 def name_of(needs: Needs) -> str:
@@ -70,21 +78,26 @@ def assert_near(one: Any, wanted: Any) -> None:
     torch.testing.assert_close(one.double(), wanted.double(), rtol=step, atol=1e-4, equal_nan=True)
 
 
+def assert_alike(name: str, one: Any, wanted: Any, *, ordered: bool) -> None:
+    """The same bits, or sums in another order."""
+    if ordered:
+        assert torch.equal(one.nan_to_num(), wanted.nan_to_num()), name
+    else:
+        assert_near(one, wanted)
+
+
 @parts
-@pytest.mark.parametrize("number", range(len(MHA)), ids=lambda i: "-".join([MHA[i][0].id, MHA[i][1]]))
+@pytest.mark.parametrize("number", range(len(DENSE)), ids=lambda i: DENSE[i].id)
 def test_dense_attention(emulator: Emulator, number: int, part: str) -> None:
-    case, of = MHA[number]
-    deterministic = number % 2 == 1
-    calls = dense_backward
-    call = calls.backward_inputs(make_mha_inputs(case, "cpu"), of)
-    function, arguments, keywords = calls.function_and_arguments(call, deterministic=deterministic)
-    fixed = call.inputs.cu_seqlens_q is None
-    everything = calls.gradients_of_some(ALL, function, *arguments, **keywords)
+    case = DENSE[number].forward
+    call = make_dense_backward_call(DENSE[number], "cpu")
+    function = getattr(rawmla, call.function)
+    everything = gradients_of_some(ALL, function, **call.arguments)
     has_sink = everything[3] is not None
-    flags = case.softcap > 0, case.alibi is not None, has_sink and of != "out"
+    flags = case.softcap > 0, case.alibi is not None, has_sink and DENSE[number].of != "out"
     for needs in chosen(number, part, has_sink):
         emulator.launched.clear()
-        got = calls.gradients_of_some(needs, function, *arguments, **keywords)
+        got = gradients_of_some(needs, function, **call.arguments)
         wanted = needs._replace(others=needs.others and has_sink)
         assert tuple(x is not None for x in got) == wanted
         names = [label.partition("[")[0] for label in emulator.launched]
@@ -92,30 +105,27 @@ def test_dense_attention(emulator: Emulator, number: int, part: str) -> None:
             "mha_backward_prepare",
             *[specs(case.dtype, case.d_qk, case.d_v, *flags, needs)[1].name] * needs.main,
             *["mha_backward_finish"] * (needs.dq or wanted.others),
-            *["mha_backward_clear"] * (needs.main and not fixed),
+            *["mha_backward_clear"] * (needs.main and case.q_lengths is not None),
         ]
         for i, (one, other) in enumerate(zip(got, everything, strict=True)):
-            if one is not None and i == 0 and not deterministic:
-                assert_near(one, other)
-            elif one is not None:
-                assert torch.equal(one.nan_to_num(), other.nan_to_num()), (name_of(needs), i)
+            if one is not None:
+                ordered = i > 0 or DENSE[number].deterministic
+                assert_alike(f"{name_of(needs)}, {i}", one, other, ordered=ordered)
 
 
 @parts
-@pytest.mark.parametrize("number", range(len(FLEX)), ids=lambda i: "-".join([FLEX[i][0].id, FLEX[i][1]]))
+@pytest.mark.parametrize("number", range(len(FLEX)), ids=lambda i: FLEX[i].id)
 def test_flex_attention(emulator: Emulator, number: int, part: str) -> None:
-    case, of, deterministic = FLEX[number]
-    call = flex_backward_calls.backward_inputs(case, of, make_flex_backward_inputs(case, "cpu"))
-    inputs, given = call.inputs, call.gradients
-    keywords = inputs.keywords("python")
+    case, ordered = FLEX[number].forward, FLEX[number].deterministic
+    a = make_flex_backward_call(FLEX[number], "cpu", "python").arguments
     arrays = flex_backward.Arrays(
-        inputs.q, inputs.k, inputs.v, call.results[0], given.dout, call.results[1], given.dlse
+        *(a[name] for name in ("query", "key", "value", "out", "grad_out", "lse", "grad_lse"))
     )
-    options = flex_backward.Options(keywords.get("scale"), keywords.get("enable_gqa", False), deterministic)
+    options = flex_backward.Options(a.get("scale"), a.get("enable_gqa", False), ordered)
 
     def backward(needs: Needs) -> tuple[Any, ...]:
         *made, by_name = flex_backward.gradients(
-            needs, arrays, keywords.get("score_mod"), keywords.get("block_mask"), options
+            needs, arrays, a.get("score_mod"), a.get("block_mask"), options
         )
         return *made, by_name
 
@@ -131,14 +141,10 @@ def test_flex_attention(emulator: Emulator, number: int, part: str) -> None:
         assert ("flex_captured_gradients" in names) == (needs.others and bool(captured))
         assert needs.dq or "block_mask_ranks" not in names
         for i, (one, other) in enumerate(zip(got, everything, strict=True)):
-            if one is not None and i == 0 and not deterministic:
-                assert_near(one, other)
-            elif one is not None:
-                assert torch.equal(one.nan_to_num(), other.nan_to_num()), (name_of(needs), i)
+            if one is not None:
+                assert_alike(f"{name_of(needs)}, {i}", one, other, ordered=i > 0 or ordered)
         assert set(by_name) == set(captured)
         for name, one in by_name.items():
             assert (one is not None) == needs.others
-            if one is not None and deterministic:
-                assert torch.equal(one, captured[name])
-            elif one is not None:
-                assert_near(one, captured[name])
+            if one is not None:
+                assert_alike(f"{name_of(needs)}, {name}", one, captured[name], ordered=ordered)

@@ -1,6 +1,6 @@
 """Every call that a version of FlashMLA binds, ours binds too, and with the same meaning.
 
-tests/data/flash_mla_surface.json has the signatures of each version, read from its Python source, and the
+tests/data/flash_mla_surface.json has the signatures of each version, as its Python source has them, and the
 forms in which engines call them. The core functions are stubs here that note what reaches them.
 """
 
@@ -35,14 +35,8 @@ SGL, VLLM, TENSORS = "sgl-flash-mla 1.0.0", "vLLM 0.33.0", "FlashMLA with plans 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def signature(function: dict[str, Any]) -> inspect.Signature:
-    kinds = {kind.description: kind for kind in inspect._ParameterKind}
-    return inspect.Signature(
-        [
-            inspect.Parameter(p["name"], kinds[p["kind"]], default=p.get("default", inspect.Parameter.empty))
-            for p in function["parameters"]
-        ]
-    )
+def signature(function: dict[str, str]) -> inspect.Signature:
+    return inspect.signature(eval(f"lambda {function['signature'][1:-1]}: None"))
 
 
 def ours(function: dict[str, Any]) -> Callable[..., Any]:
@@ -102,14 +96,15 @@ def values(version: str, function_name: str = "") -> dict[str, Any]:
     return made
 
 
-def generated(version: str, function: dict[str, Any]) -> list[Call]:
+def generated(version: str, function: dict[str, str]) -> list[Call]:
     """Every number of positional arguments, the rest left out or by keyword, in turn."""
-    if any(p["kind"].startswith("variadic") for p in function["parameters"]):
+    parameters = signature(function).parameters.values()
+    if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters):
         return [((), {}), ((1, 2, 3), {}), ((1,), {"num_heads_k": 1, "anything": None})]
     given = values(version, function["name"])
-    names = [p["name"] for p in function["parameters"] if p["kind"] == "positional or keyword"]
-    only = [p["name"] for p in function["parameters"] if p["kind"] == "keyword-only"]
-    required = [p["name"] for p in function["parameters"] if "default" not in p]
+    names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    only = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+    required = [p.name for p in parameters if p.default is p.empty]
     calls: list[Call] = []
     # SGLang asserts the three arguments of a plan together.
     for count in range(3 if "cache_seqlens" in names and not required else 0, len(names) + 1):
@@ -122,7 +117,7 @@ def generated(version: str, function: dict[str, Any]) -> list[Call]:
     return calls
 
 
-def recorded() -> list[tuple[str, dict[str, Any], Call]]:
+def recorded() -> list[tuple[str, dict[str, str], Call]]:
     calls = []
     for one in TABLE["calls"]:
         version = one["version"]
@@ -142,7 +137,7 @@ SECOND_NAMES = {
     "max_seqlen_kv": "max_seqlen_k",
 }
 CORE = ("get_mla_metadata", "get_mla_decoding_metadata", "flash_mla_with_kvcache", "flash_mla_sparse_fwd")
-CALLS: list[tuple[str, dict[str, Any], Call]] = [
+CALLS: list[tuple[str, dict[str, str], Call]] = [
     *[(v, f, call) for v, f in FUNCTIONS if f["name"] in CORE for call in generated(v, f)],
     *recorded(),
 ]
@@ -302,7 +297,7 @@ def test_same_meaning_of_dense_attention(
 def test_positions_17_and_18(reached: list[tuple[str, dict[str, Any]]]) -> None:
     """vLLM's are out and enable_batch_invariant, sgl-flash-mla's enable_batch_invariant and use_legacy."""
     (function,) = [f for v, f in FUNCTIONS if v == VLLM and f["name"] == "flash_mla_with_kvcache"]
-    base = [values(VLLM)[p["name"]] for p in function["parameters"][:16]]
+    base = [values(VLLM)[name] for name in [*signature(function).parameters][:16]]
     out = array("out", 3)
     cases: list[tuple[tuple[Any, ...], dict[str, Any], tuple[Any, bool]]] = [
         ((out,), {}, (out, False)),
@@ -357,7 +352,7 @@ def test_names_of_the_module() -> None:
     ids=lambda function: function["name"],
 )
 def test_what_is_not_computed(function: dict[str, Any]) -> None:
-    required = [p for p in function["parameters"] if "default" not in p]
+    required = [p for p in signature(function).parameters.values() if p.default is p.empty]
     with pytest.raises(NotImplementedError, match=rf"{function['name']}: FlashMLA has it for SM100, .*; \w"):
         ours(function)(*[None] * len(required))
 

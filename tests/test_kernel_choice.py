@@ -39,7 +39,13 @@ def kernels(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> Iterator[set
             prepare=lambda *_, **__: SimpleNamespace(launch=lambda *_, **__: None),
         )
 
+    def any_results(inputs: Any) -> tuple[Any, Any]:
+        rows = inputs.q[..., 0]
+        return inputs.q.new_zeros((*rows.shape, inputs.case.d_v)), rows.float().contiguous()
+
     monkeypatch.setattr(jit, "get_kernel", get_kernel)
+    for module in (dense_backward, flex_backward):  # nobody looks at numbers
+        monkeypatch.setattr(module, "exact_results", any_results)
     yield asked
 
 

@@ -598,7 +598,8 @@ def test_the_sanitizer_in_parts(
     program.write_text(f"#!{sys.executable} -IS\n{SANITIZER}")
     program.chmod(0o700)
     monkeypatch.setattr(check.shutil, "which", lambda name: str(program))
-    one = begun("sanitizer", tmp_path, "--sanitizer-parts", "2")
+    monkeypatch.setattr(check, "SANITIZER_PARTS", 2)
+    one = begun("sanitizer", tmp_path)
     assert not check.run_sanitizer(one)
     keys = ("passed", "failed", "errors", "exit_status", "clean")
     assert {row["tool"]: tuple(row[key] for key in keys) for row in one.part["rows"]} == {

@@ -1,9 +1,11 @@
 """What every case has: its name, its counts, and how it is made ready to be timed."""
 
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import cache
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 Row = dict[str, Any]
 """What was measured of a case."""
@@ -11,8 +13,7 @@ Row = dict[str, Any]
 Call = Callable[[int], Any]
 """Makes one call, given its number."""
 
-OURS = "rawmla"
-CUDNN, FLASH_ATTENTION_4 = "cuDNN", "FlashAttention-4"
+OURS, CUDNN, FLASH_ATTENTION_4 = "rawmla", "cuDNN", "FlashAttention-4"
 
 LENGTH_SEED = 0
 """Seed of lengths that are drawn."""
@@ -46,13 +47,39 @@ class Prepared:
     more: Callable[[int], Row] = lambda replays: {}
 
 
-class Case:
-    """A benchmark case. `id` is its only name: --cases searches it, tables and the record show it."""
+@cache
+def pattern(template: str) -> re.Pattern[str]:
+    """The regular expression of a template: `{b}` is a number or the word b, `{dtype:bf16|fp16}` one of these
+    texts, and what stands in brackets may be missing.
+    """
 
-    @property
-    def id(self) -> str:
-        """The name."""
-        raise NotImplementedError
+    def group(found: re.Match[str]) -> str:
+        return f"(?P<{found[1]}>{found[2] or rf'[0-9]+|{found[1]}'})"
+
+    return re.compile(re.sub(r"{(\w+):?([^}]*)}", group, template.replace("[", "(?:").replace("]", ")?")))
+
+
+Kind = TypeVar("Kind", bound="Case")
+
+
+@dataclass(eq=False)
+class Case:
+    """A benchmark case. `id` is its name: --cases searches it, tables and the record show it. The fields of a
+    kind of cases are what `template` finds in a name: numbers, texts, and True for a word that is there.
+    """
+
+    template: ClassVar[str] = ""
+    id: str
+
+    @classmethod
+    def named(cls: type[Kind], name: str) -> Kind | None:
+        """The case of this name; None where this kind of cases has other names."""
+        found = pattern(cls.template).fullmatch(name)
+        if found is None:
+            return None
+        given = {key: value for key, value in found.groupdict().items() if value is not None}
+        fields = {key: value == key or _number(value) for key, value in given.items()}
+        return cls(name, **fields)
 
     def flops(self) -> int:
         """Multiplications and additions of the matrix products."""
@@ -65,6 +92,10 @@ class Case:
     def prepare(self) -> Prepared:
         """Make inputs on the GPU, and check a first call."""
         raise NotImplementedError
+
+
+def _number(text: str) -> int | str:
+    return int(text) if text.isdigit() else text
 
 
 def worst_error(case: Case, found: Iterable[tuple[str, Any, Any]], bound: float = 0.01) -> float:

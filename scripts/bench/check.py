@@ -32,6 +32,7 @@ from typing import Any
 
 from . import ROOT, record
 from . import run as benchmark
+from .families import table
 
 STAGES = ("bench", "tests", "sanitizer")
 SANITIZER_TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
@@ -46,8 +47,12 @@ many each has for itself: it tries ten, which are too few for all of them togeth
 SANITIZER_PATIENCE = ("--launch-timeout", "300")
 """For imports of many processes at once, before their first call of CUDA: a minute by default."""
 CORES = os.cpu_count() or 1
+SANITIZER_PARTS = max(1, min(4, CORES // len(SANITIZER_TOOLS)))
+"""Parts of the cases, each in a process, that every tool watches."""
 PROCESSES = max(1, min(15, CORES - 1))
 """Processes of pytest-xdist. With more, a test would have too small a share of the GPU's memory."""
+TOGETHER = f"-n {PROCESSES} --dist load --maxschedchunk 4" if importlib.util.find_spec("xdist") else ""
+"""Options of pytest-xdist."""
 ONE_THREAD_EACH = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 """For processes side by side. As many threads as there are cores, in each of them, would make every small
 operation on the CPU wait for the others, and torch.compile would start as many processes.
@@ -65,39 +70,21 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--stage", action="append", choices=STAGES, help="run this stage only; may be repeated"
+    add = parser.add_argument
+    add("--stage", action="append", choices=STAGES, help="run this stage only; may be repeated")
+    add("--tests", metavar="REGEX", help="run the test files whose path matches")
+    add(
+        "--test-args", default=TOGETHER, metavar="TEXT", help="options of pytest-xdist (default: %(default)r)"
     )
-    parser.add_argument("--tests", metavar="REGEX", help="run the test files whose path matches")
-    parser.add_argument(
-        "--test-args",
-        default=f"-n {PROCESSES} --dist load --maxschedchunk 4" if importlib.util.find_spec("xdist") else "",
-        metavar="TEXT",
-        help="options of pytest-xdist (default: %(default)r, where -n is how many processes share the GPU;"
-        " none where pytest-xdist is not installed)",
-    )
-    parser.add_argument(
-        "--tools", nargs="+", choices=SANITIZER_TOOLS, default=SANITIZER_TOOLS, help="sanitizer tools"
-    )
-    parser.add_argument(
-        "--sanitizer-parts",
-        type=int,
-        choices=range(1, 17),
-        default=max(1, min(4, CORES // len(SANITIZER_TOOLS))),
-        metavar="N",
-        help="parts of the cases, each in a process, that every tool watches (default %(default)d)",
-    )
-    parser.add_argument("--bench-args", default="", metavar="TEXT", help="options of the benchmark")
-    parser.add_argument("--commit", help="commit to record where the sources are no git checkout")
-    parser.add_argument(
+    add("--bench-args", default="", metavar="TEXT", help="options of the benchmark")
+    add("--commit", help="commit to record where the sources are no git checkout")
+    add(
         "--record",
         type=Path,
         default=record.RECORD,
         help="the record to add to (default docs/gpu-record.json)",
     )
-    parser.add_argument(
-        "--merge", nargs="+", type=Path, metavar="FILE", help="run nothing; write these records as one"
-    )
+    add("--merge", nargs="+", type=Path, metavar="FILE", help="run nothing; write these records as one")
     return parser.parse_args(arguments)
 
 
@@ -128,11 +115,9 @@ def parse_junit(text: str) -> dict[str, Counts]:
         # A file that is skipped as a whole has its module name in `name`, no `classname` and no file.
         module = case.get("classname") or case.get("name") or ""
         file = case.get("file") or f"{module.replace('.', '/')}.py"
-        counts = found.setdefault(file, {"passed": 0, "failed": 0, "skipped": 0, "skip_reasons": {}})
-        for key, empty in (("failures", []), ("seconds", 0.0), ("long", {})):
-            counts.setdefault(key, empty)
-        name = f"{module}::{case.get('name')}"
-        seconds = float(case.get("time", "0"))
+        empty: Counts = {"passed": 0, "failed": 0, "skipped": 0, "skip_reasons": {}}
+        counts = found.setdefault(file, {**empty, "failures": [], "seconds": 0.0, "long": {}})
+        name, seconds = f"{module}::{case.get('name')}", float(case.get("time", "0"))
         counts["seconds"] = round(counts["seconds"] + seconds, 3)
         if seconds >= LONG_SECONDS:
             counts["long"][name] = seconds
@@ -160,23 +145,16 @@ def run_pytest(
         command += ["junit_family=xunit1", f"--junitxml={junit}", *arguments]
         print("$", shlex.join(command), flush=True)
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        process = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": path, **environment},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        assert process.stdout is not None
+        environment = {**os.environ, "PYTHONPATH": path, **environment}
+        given: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         lines = []
-        for line in process.stdout:
-            if show:
-                print(line, end="", flush=True)
-            lines.append(line)
-        status = process.wait()
+        with subprocess.Popen(command, cwd=ROOT, env=environment, **given) as process:
+            for line in process.stdout or ():
+                if show:
+                    print(line, end="", flush=True)
+                lines.append(line)
         results = parse_junit(junit.read_text()) if junit.exists() else {}
-    return results, status, "".join(lines)
+    return results, process.returncode, "".join(lines)
 
 
 def known_seconds(rows: Iterable[Counts]) -> dict[str, float]:
@@ -185,8 +163,7 @@ def known_seconds(rows: Iterable[Counts]) -> dict[str, float]:
     for row in rows:
         number = row["passed"] + row["failed"]
         if number:
-            known |= row["long"]
-            known[row["file"]] = row["seconds"] / number
+            known |= {**row["long"], row["file"]: row["seconds"] / number}
     return known
 
 
@@ -205,8 +182,7 @@ def test_files() -> list[str]:
     """
 
     def place(path: Path) -> tuple[Any, ...]:
-        folder = path.parent
-        return folder.name == "gpu", folder, "emulated" not in path.name, path.name
+        return path.parent.name == "gpu", path.parent, "emulated" not in path.name, path.name
 
     paths = sorted((ROOT / "tests").rglob("test_*.py"), key=place)
     return [path.relative_to(ROOT).as_posix() for path in paths]
@@ -214,7 +190,7 @@ def test_files() -> list[str]:
 
 def run_tests(run: Run) -> bool:
     """Run the test files and note their counts; True when all passed."""
-    names = [name for name in test_files() if not run.options.tests or re.search(run.options.tests, name)]
+    names = [name for name in test_files() if re.search(run.options.tests or "", name)]
     alone = [name for name in names if re.search(MEASURING_TESTS, name)]
     together = [name for name in names if name not in alone]
     good = True
@@ -238,9 +214,8 @@ def sanitizer_errors(output: str) -> int | None:
 
 def files_with_marker(marker: str) -> list[str]:
     """The test files under tests/gpu that have the marker: importing the others would only take time."""
-    text = f"pytest.mark.{marker}"
-    paths = sorted((ROOT / "tests" / "gpu").glob("test_*.py"))
-    return [path.relative_to(ROOT).as_posix() for path in paths if text in path.read_text()]
+    files = (name for name in test_files() if name.startswith("tests/gpu/"))
+    return [name for name in files if f"pytest.mark.{marker}" in (ROOT / name).read_text()]
 
 
 def sanitizer_verdict(parts: Sequence[Answer]) -> Counts:
@@ -249,7 +224,7 @@ def sanitizer_verdict(parts: Sequence[Answer]) -> Counts:
     Clean means of every part: pytest passed, at least one case ran, and the tool's own summary counts zero
     errors. `errors` is None where a part has no summary, `exit_status` the first one that is not 0.
     """
-    files = [[counts for counts in results.values()] for results, _, _ in parts]
+    files = [list(results.values()) for results, _, _ in parts]
     errors = [sanitizer_errors(output) for _, _, output in parts]
     statuses = [status for _, status, _ in parts]
     ran = all(sum(counts["passed"] for counts in one) for one in files)
@@ -257,7 +232,7 @@ def sanitizer_verdict(parts: Sequence[Answer]) -> Counts:
         **{key: sum(c[key] for one in files for c in one) for key in ("passed", "failed", "skipped")},
         "failures": [name for one in files for counts in one for name in counts["failures"]],
         "errors": None if None in errors else sum(number or 0 for number in errors),
-        "exit_status": next((status for status in statuses if status), 0),
+        "exit_status": next(filter(None, statuses), 0),
         "clean": not any(statuses) and ran and all(number == 0 for number in errors),
     }
 
@@ -269,29 +244,29 @@ def run_sanitizer(run: Run) -> bool:
     torch's allocator hands out memory without caching, so that an access outside one array is outside an
     allocation.
     """
-    program = shutil.which("compute-sanitizer")
+    program, count = shutil.which("compute-sanitizer"), SANITIZER_PARTS
     if program is None:
         print("compute-sanitizer is not on the PATH: stage skipped")
         return False
-    tools, count = run.options.tools, run.options.sanitizer_parts
     chosen = ["-m", "sanitizer", *files_with_marker("sanitizer")]
     start = time.monotonic()
     good = True
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(count * len(tools)) as pool:
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(count * len(SANITIZER_TOOLS)) as pool:
         environment = {**side_by_side(run, Path(folder)), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 
         def watch(tool: str, part: int) -> tuple[Answer, float]:
+            port = SANITIZER_PORT + SANITIZER_PORTS * (SANITIZER_TOOLS.index(tool) * count + part)
             prefix = [program, "--tool", tool, "--error-exitcode", str(SANITIZER_ERROR)]
-            port = SANITIZER_PORT + SANITIZER_PORTS * (tools.index(tool) * count + part)
             prefix += ["--port", str(port), *SANITIZER_PATIENCE]
             one = {**environment, "TEST_PART": f"{part}/{count}"}
             return run_pytest(chosen, prefix, one, show=False), round(time.monotonic() - start, 1)
 
-        running = {tool: [pool.submit(watch, tool, part) for part in range(1, count + 1)] for tool in tools}
+        parts = range(1, count + 1)
+        running = {tool: [pool.submit(watch, tool, part) for part in parts] for tool in SANITIZER_TOOLS}
         for tool, futures in running.items():
             answers, seconds = zip(*[future.result() for future in futures], strict=True)
-            for part, (_, _, output) in enumerate(answers, 1):
-                print(f"{tool}, part {part} of {count}, {seconds[part - 1]:.0f} s:\n{output}", flush=True)
+            for part, answer, spent in zip(parts, answers, seconds, strict=True):
+                print(f"{tool}, part {part} of {count}, {spent:.0f} s:\n{answer[2]}", flush=True)
             verdict = sanitizer_verdict(answers)
             run.part["rows"].append({"tool": tool, **verdict, "seconds": max(seconds)})
             good &= bool(verdict["clean"])
@@ -313,15 +288,10 @@ def earlier_parts(path: Path, new: record.Part) -> list[record.Part]:
     started.
     """
     parts = record.read(path) if path.exists() else []
-    want = record.identity(new)
-    others = {
-        f"{key} {value}"
-        for part in parts
-        for key, value in record.identity(part).items()
-        if value != want[key]
-    }
+    others = {item for part in parts for item in record.identity(part).items() - record.identity(new).items()}
     if others:
-        print(f"{path.name}: made with other {', '.join(sorted(others))}; a new record is started")
+        said = ", ".join(sorted(f"{key} {value}" for key, value in others))
+        print(f"{path.name}: made with other {said}; a new record is started")
     return [] if others else parts
 
 
@@ -338,8 +308,6 @@ def run_stage(stage: str, options: argparse.Namespace) -> Run:
 
 def shortcomings(parts: Sequence[record.Part]) -> list[str]:
     """What failed, in the results that count, and what a whole record has beside."""
-    from .families import table
-
     found = record.errors(parts)
     for row in record.latest(parts, "tests"):
         found += [f"failed: {name}" for name in row["failures"]]

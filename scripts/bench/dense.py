@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -10,51 +10,36 @@ import torch
 
 import rawmla
 
-from . import reference
-from .cases import (
-    CUDNN,
-    DTYPES,
-    FLASH_ATTENTION_4,
-    LENGTH_SEED,
-    Arrays,
-    Call,
-    Case,
-    Prepared,
-    worst_error,
-)
+from .cases import CUDNN, DTYPES, FLASH_ATTENTION_4, LENGTH_SEED, Arrays, Call, Prepared
+from .reference import AttentionCase, Request
 
 
-@dataclass(frozen=True)
-class DenseCase(Case):
+@dataclass(eq=False)
+class DenseCase(AttentionCase):
     """One forward call: b requests of s query tokens and s keys each, or with varlen of about as many.
 
-    With `window`, a query sees so many keys to the left of its own; `softcap` 0 is none; `sink`: each head
-    has one.
+    With `window`, a query sees the `window` keys to the left of its own; `softcap` 0 is none; `sink`: each
+    head has one.
     """
 
-    b: int
+    template = (
+        "mha-b{b}-s{s}-h{h_q}[kv{h_kv}]-d{d_qk}[v{d_v}][-{causal}][-window{window}][-softcap{softcap}]"
+        "[-{sink}]-{dtype:bf16|fp16}-(fixed|{varlen})"
+    )
     s: int
-    causal: bool = True
-    h_q: int = 16
-    h_kv: int = 16
-    d_qk: int = 128
-    d_v: int = 128
-    dtype: str = "bf16"
-    varlen: bool = False
+    h_q: int
+    d_qk: int
+    dtype: str
+    h_kv: int = 0
+    d_v: int = 0
+    causal: bool = False
     window: int | None = None
     softcap: float = 0.0
     sink: bool = False
+    varlen: bool = False
 
-    @property
-    def id(self) -> str:
-        heads = f"h{self.h_q}" if self.h_kv == self.h_q else f"h{self.h_q}kv{self.h_kv}"
-        d = f"d{self.d_qk}" if self.d_v == self.d_qk else f"d{self.d_qk}v{self.d_v}"
-        parts = ["mha", f"b{self.b}", f"s{self.s}", heads, d]
-        parts += ["causal"] if self.causal else []
-        parts += [f"window{self.window}"] if self.window is not None else []
-        parts += [f"softcap{self.softcap:g}"] if self.softcap else []
-        parts += ["sink"] if self.sink else []
-        return "-".join([*parts, self.dtype, "varlen" if self.varlen else "fixed"])
+    def __post_init__(self) -> None:
+        self.h_kv, self.d_v = self.h_kv or self.h_q, self.d_v or self.d_qk
 
     def lengths(self) -> list[tuple[int, int]]:
         """Query tokens and keys of each request: s and s; or with varlen both drawn from a normal
@@ -113,10 +98,10 @@ class DenseCase(Case):
 
     def options(self, inputs: Arrays, sink: str = "attn_sink") -> dict[str, Any]:
         """Keyword arguments, for rawmla and FlashAttention alike but for the name of the sink."""
-        chosen = {
+        chosen: dict[str, Any] = {
             "causal": self.causal,
             "window_size": (self.window, 0 if self.causal else None),
-            "softcap": self.softcap,
+            "softcap": float(self.softcap),
             sink: inputs.attn_sink,
         }
         if self.varlen:
@@ -129,41 +114,33 @@ class DenseCase(Case):
             }
         return chosen
 
-    def of_request(self, array: Any, request: int, side: int) -> Any:
-        """The tokens of a request in q, out (side 0), or k and v (side 1)."""
-        if not self.varlen:
-            return array[request]
-        lengths = [one[side] for one in self.lengths()]
-        begin = sum(lengths[:request])
-        return array[begin : begin + lengths[request]]
+    def of_request(self, array: Any, number: int, keys: bool = False) -> Any:
+        """See AttentionCase."""
+        lengths = [one[keys] for one in self.lengths()]
+        return array.split(lengths)[number] if self.varlen else array[number]
 
-    def seen(self, request: int, rows: Any, columns: Any, device: Any) -> Any:
-        """Which of these keys each of these query tokens of a request attends."""
-        queries, keys = self.lengths()[request]
-        own = torch.arange(keys - queries, keys, device=device)[rows, None]
-        key = torch.arange(keys, device=device)[columns]
-        seen = key <= own if self.causal else torch.ones_like(key + own, dtype=torch.bool)
-        return seen if self.window is None else seen & (key >= own - self.window)
+    def request(self, inputs: Arrays, number: int) -> Request:
+        """See AttentionCase."""
 
-    def score(self, scores: Any) -> Any:
-        """The scores with softcap."""
-        return self.softcap * torch.tanh(scores / self.softcap) if self.softcap else scores
+        def seen(own: Any, keys: Any) -> Any:
+            seen = keys <= own if self.causal else keys < own + len(k)
+            return seen if self.window is None else seen & (keys >= own - self.window)
 
-    def check(self, inputs: Arrays, out: Any) -> float:
-        """Error of the first, a middle and the last query token of the first and the last request."""
-        found: list[Any] = []
-        for request in {0, self.b - 1}:
-            queries, _ = self.lengths()[request]
-            rows = sorted({0, queries // 2, queries - 1})
-            q, k, v, got = (
-                self.of_request(array, request, side)
-                for array, side in ((inputs.q, 0), (inputs.k, 1), (inputs.v, 1), (out, 0))
+        def score(scores: Any, own: Any, keys: Any) -> Any:
+            return self.softcap * torch.tanh(scores / self.softcap) if self.softcap else scores
+
+        q, k, v = (
+            self.of_request(x, number, keys)
+            for x, keys in ((inputs.q, False), (inputs.k, True), (inputs.v, True))
+        )
+        results: tuple[Any, ...] = ()
+        if "dout" in vars(inputs):
+            lse = self.of_request(inputs.lse, number)
+            results = (
+                *(self.of_request(x, number) for x in (inputs.out, inputs.dout)),
+                lse.T if self.varlen else lse,
             )
-            seen = self.seen(request, rows, slice(None), q.device)
-            want, _, _ = reference.attend(q[rows], k, v, seen, self.score, inputs.attn_sink)
-            names = (f"token {row} of request {request}" for row in rows)
-            found += zip(names, got[rows], want, strict=True)
-        return worst_error(self, found)
+        return Request(q, k, v, seen, score, inputs.attn_sink, results)
 
     def prepare(self) -> Prepared:
         inputs = self.make_inputs()
@@ -231,13 +208,11 @@ def backward_of(
     return call
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class DenseBackwardCase(DenseCase):
     """The backward call of a forward case, with a gradient of out."""
 
-    @property
-    def id(self) -> str:
-        return super().id.replace("mha-", "mha-backward-", 1)
+    template = DenseCase.template.replace("mha-", "mha-backward-")
 
     def flops(self) -> int:
         """Q·K^T, dS·K and dS^T·Q over d_qk, and dO·V^T and P^T·dO over d_v, for the pairs that the forward
@@ -256,36 +231,6 @@ class DenseBackwardCase(DenseCase):
         function = rawmla.flash_attn_varlen_func if self.varlen else rawmla.flash_attn_func
         out, lse = function(given.q, given.k, given.v, **self.options(given))
         return given.but(dout=torch.randn_like(out), out=out, lse=lse)
-
-    def check_gradients(self, inputs: Arrays, gradients: Any) -> float:
-        """Error of dq of a middle and the last query token of the first and the last request, and of dk and
-        dv of the keys that the first, a middle and the last one stand at.
-        """
-        sides = (0, 1, 1, 0, 0, 0, 1, 1)
-        found: list[Any] = []
-        for request in {0, self.b - 1}:
-            queries, keys = self.lengths()[request]
-            arrays = (inputs.q, inputs.k, inputs.v, inputs.out, inputs.dout, *gradients[:3])
-            q, k, v, out, dout, dq, dk, dv = (
-                self.of_request(array, request, side) for array, side in zip(arrays, sides, strict=True)
-            )
-            lse = self.of_request(inputs.lse, request, 0).T if self.varlen else inputs.lse[request]
-
-            def of(rows: Any, columns: Any, every: Any = (request, q, k, v, out, dout, lse)) -> Any:
-                request, q, k, v, out, dout, lse = every
-                seen = self.seen(request, rows, columns, q.device)
-                results = out[rows], dout[rows], lse[:, rows]
-                given = q[rows], k[columns], v[columns], seen, results
-                return reference.backpropagate(*given, self.score, inputs.attn_sink)
-
-            rows = sorted({queries // 2, queries - 1})
-            columns = sorted({keys - queries, keys - queries + queries // 2, keys - 1})
-            wanted = of(rows, slice(None))[0], *of(slice(None), columns)[1:3]
-            places = (("dq", dq, rows), ("dk", dk, columns), ("dv", dv, columns))
-            for (name, got, tokens), want in zip(places, wanted, strict=True):
-                names = (f"{name} of token {token} of request {request}" for token in tokens)
-                found += zip(names, got[tokens], want, strict=True)
-        return worst_error(self, found)
 
     def prepare(self) -> Prepared:
         inputs = self.make_inputs()
@@ -307,61 +252,3 @@ class DenseBackwardCase(DenseCase):
             FLASH_ATTENTION_4: lambda: backward_of(self.flash_attention_4, inputs, inputs.dout, check),
         }
         return Prepared(call, error, ordered=ordered, peers=peers)
-
-
-def forward_cases() -> list[DenseCase]:
-    """Long and short rows of d 128 and 192/128, then other head dimensions, fp16, score steps, a window, and
-    batches of varied lengths.
-    """
-    base = DenseCase(2, 8192)
-    mixed = replace(base, d_qk=192)
-    d64, d96 = (replace(base, d_qk=d, d_v=d) for d in (64, 96))
-    d256 = replace(base, d_qk=256, d_v=256, h_q=8, h_kv=8)
-    return [
-        base,
-        replace(base, causal=False),
-        DenseCase(1, 16384),
-        DenseCase(8, 2048),
-        DenseCase(32, 512),
-        replace(base, h_kv=2),
-        mixed,
-        replace(mixed, causal=False),
-        replace(mixed, h_kv=2),
-        d64,
-        replace(d64, causal=False),
-        d96,
-        d256,
-        replace(d256, causal=False),
-        replace(base, dtype="fp16"),
-        replace(base, softcap=30.0),
-        replace(base, sink=True),
-        replace(base, window=1024),
-        replace(base, varlen=True),
-        replace(base, varlen=True, causal=False),
-        DenseCase(8, 2048, varlen=True),
-        DenseCase(32, 512, varlen=True),
-    ]
-
-
-def backward_cases() -> list[DenseBackwardCase]:
-    """Rows of d 128, 192/128 and 64, other head dimensions, fp16, score steps, a window, varied lengths."""
-    base = DenseBackwardCase(2, 8192)
-    mixed = replace(base, d_qk=192)
-    return [
-        base,
-        replace(base, causal=False),
-        replace(base, b=1, s=16384),
-        replace(base, b=8, s=2048),
-        replace(base, h_kv=2),
-        mixed,
-        replace(mixed, causal=False),
-        replace(mixed, h_kv=2),
-        replace(base, d_qk=64, d_v=64),
-        replace(base, d_qk=96, d_v=96),
-        replace(base, d_qk=256, d_v=256, h_q=8, h_kv=8),
-        replace(base, dtype="fp16"),
-        replace(base, softcap=30.0),
-        replace(base, sink=True),
-        replace(base, window=1024),
-        replace(base, varlen=True),
-    ]

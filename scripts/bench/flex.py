@@ -4,7 +4,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 from unittest import mock
@@ -13,9 +13,9 @@ import torch
 
 import rawmla
 
-from . import reference
 from .cases import Arrays, Call, Case, Prepared, worst_error
 from .dense import backward_of
+from .reference import ALL, AttentionCase, Request
 from .timing import host_figures
 
 BLOCK = 128
@@ -25,43 +25,39 @@ SOFTCAP = 30.0
 HOST_TOKENS = 1024  # more tiles than an H200 has SMs, as most calls have: scratch is made and cleared then
 
 
-@dataclass(frozen=True)
-class FlexCase(Case):
+@dataclass(eq=False)
+class FlexCase(AttentionCase):
     """One forward call: b requests of s query tokens and s keys each.
 
     `mask`: "full", "causal"; causal and besides "window", the `extent` keys before a query's own, or
     "documents" of `extent` tokens each; or "prefix", causal after `extent` tokens that everyone attends.
     `score`: "alibi", "softcap" (30), "bias" (a table by head and distance), "scale" (a factor for each
-    head), "scalar" (one factor), or None. `cuda_text`: the mask is CUDA text instead of a Python function;
+    head), "scalar" (one factor), or None. `cuda`: the mask is CUDA text instead of a Python function;
     `further`: lse and max_scores are results too.
     """
 
-    b: int = 2
-    s: int = 8192
-    h_q: int = 16
-    h_kv: int = 16
-    d: int = 128
-    mask: str = "causal"
+    template = (
+        "flex-b{b}-s{s}-h{h_q}[kv{h_kv}]-d{d}-{mask:full|causal|window|documents|prefix}[{extent}]"
+        "[-{score:alibi|softcap|bias|scale|scalar}][-block{block_size}][-{cuda}][-{further:lse-max}]"
+    )
+    s: int
+    h_q: int
+    d: int
+    mask: str
+    h_kv: int = 0
     extent: int = 0
     score: str | None = None
-    block_size: int = 128
-    cuda_text: bool = False
-    further: bool = False
+    block_size: int = BLOCK
+    cuda: bool = False
+    further: str = ""
 
-    @property
-    def id(self) -> str:
-        heads = f"h{self.h_q}" if self.h_kv == self.h_q else f"h{self.h_q}kv{self.h_kv}"
-        parts = ["flex", f"b{self.b}", f"s{self.s}", heads, f"d{self.d}"]
-        parts += [f"{self.mask}{self.extent}" if self.extent else self.mask]
-        parts += [self.score] if self.score is not None else []
-        parts += [f"block{self.block_size}"] if self.block_size != BLOCK else []
-        parts += ["cuda"] if self.cuda_text else []
-        return "-".join([*parts, *(["lse-max"] if self.further else [])])
+    def __post_init__(self) -> None:
+        self.h_kv = self.h_kv or self.h_q
 
     @property
     def is_compared(self) -> bool:
         """Whether torch's flex attention runs beside."""
-        plain = self.block_size == BLOCK and not self.cuda_text and not self.further
+        plain = self.block_size == BLOCK and not self.cuda and not self.further
         return plain and self.mask != "prefix" and self.score not in ("bias", "scale", "scalar")
 
     def flops(self) -> int:
@@ -109,47 +105,35 @@ class FlexCase(Case):
         }
         return functions.get(self.score)
 
-    def rows(
-        self, inputs: Arrays, request: int, rows: Any, columns: Any, table: Any, heads: slice
-    ) -> tuple[tuple[Any, Any, Any, Any], Any]:
-        """Arguments of `reference`: these rows of q and of k and v, which keys are seen, the score."""
-        device, every = inputs.q.device, torch.arange(self.s, device=inputs.q.device)
-        q_idx, kv_idx = every[rows][:, None], every[columns]
-        group = self.h_q // self.h_kv
-        kv_heads = slice(heads.start // group, -(-heads.stop // group))
-        q = inputs.q[request, heads, rows].transpose(0, 1)
-        k, v = (x[request, kv_heads, columns].transpose(0, 1) for x in (inputs.k, inputs.v))
-        mask, function = mask_function(self.mask, self.extent, self.s, device), self.score_function(table)
-        seen = torch.ones(len(q), len(k), dtype=torch.bool, device=device)
-        h = torch.arange(self.h_q, device=device)[heads, None, None]
+    def of_request(self, array: Any, number: int, keys: bool = False) -> Any:
+        """See AttentionCase."""
+        return array[number].transpose(0, 1)
 
-        def score(scores: Any) -> Any:
-            return scores if function is None else function(scores, request, h, q_idx, kv_idx)
+    def request(self, inputs: Arrays, number: int, heads: slice = ALL, table: Any = None) -> Request:
+        """See AttentionCase; of some heads, with another table."""
+        function = self.score_function(inputs.table if table is None else table)
+        mask = mask_function(self.mask, self.extent, self.s, inputs.q.device)
+        every = torch.arange(self.h_q, device=inputs.q.device)[heads]
+        kv_heads = (every // (self.h_q // self.h_kv)).unique()
 
-        return (q, k, v, seen if mask is None else seen & mask(request, 0, q_idx, kv_idx)), score
+        def seen(own: Any, keys: Any) -> Any:
+            return own + keys >= 0 if mask is None else mask(number, 0, own, keys)
 
-    @torch.no_grad()
-    def check(self, inputs: Arrays, out: Any, further: Any = None) -> float:
-        """Error of the first, a middle and the last query token of the first and the last request.
-        `further`: what has lse and max_scores, of which 0.001 are allowed.
-        """
-        found: list[Any] = []
-        tokens = [0, self.s // 2, self.s - 1]
-        for request in {0, self.b - 1}:
-            given, score = self.rows(inputs, request, tokens, slice(None), inputs.table, slice(0, self.h_q))
-            want, *wanted = reference.attend(*given, score)
-            got = out[request, :, tokens].transpose(0, 1)
-            names = (f"token {token} of request {request}" for token in tokens)
-            found += zip(names, got, want, strict=True)
-            for name, one in zip(("lse", "max_scores"), wanted if further else (), strict=False):
-                error = float((getattr(further, name)[request, :, tokens].double() - one).abs().max())
-                assert error < 0.001, f"{self.id}: {name} of request {request} has an error of {error}"
-        return worst_error(self, found)
+        def score(scores: Any, own: Any, keys: Any) -> Any:
+            return scores if function is None else function(scores, number, every[:, None, None], own, keys)
+
+        q = self.of_request(inputs.q, number)[:, heads]
+        k, v = (self.of_request(x, number)[:, kv_heads] for x in (inputs.k, inputs.v))
+        results: tuple[Any, ...] = ()
+        if "dout" in vars(inputs):
+            out, dout = (self.of_request(x, number)[:, heads] for x in (inputs.out, inputs.dout))
+            results = out, dout, inputs.lse[number, heads]
+        return Request(q, k, v, seen, score, results=results)
 
     def block_mask(self, inputs: Arrays) -> Any:
         """rawmla's block mask, or None."""
         mask = mask_function(self.mask, self.extent, self.s, inputs.q.device)
-        if self.cuda_text:
+        if self.cuda:
             mask = rawmla.CudaMod("q_idx >= kv_idx")
         if mask is None:
             return None
@@ -233,18 +217,14 @@ def blocks_of(s: int, mask: str, extent: int) -> tuple[Any, Any]:
     return blocks.any(2), blocks.all(2)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class FlexBackwardCase(FlexCase):
     """The backward call of a forward case, with a gradient of out. `captured`: what the score
     function reads has a gradient too.
     """
 
+    template = FlexCase.template.replace("flex-", "flex-backward-") + "[-{captured}]"
     captured: bool = False
-
-    @property
-    def id(self) -> str:
-        name = super().id.replace("flex-", "flex-backward-", 1)
-        return f"{name}-captured" if self.captured else name
 
     def flops(self) -> int:
         """Five products, of which the forward case counts two."""
@@ -254,46 +234,24 @@ class FlexBackwardCase(FlexCase):
         """q, k, v, out, dout and lse read once, dq, dk and dv written."""
         return 2 * super().bytes_moved() + 4 * self.b * self.s * self.h_q
 
-    def _gradients(
-        self, inputs: Arrays, request: int, rows: Any, columns: Any, heads: slice, table: Any = None
-    ) -> tuple[Any, Any, Any, Any]:
-        wanted = inputs.table if table is None else table
-        given, score = self.rows(inputs, request, rows, columns, wanted, heads)
-        out, dout = (x[request, heads, rows].transpose(0, 1) for x in (inputs.out, inputs.dout))
-        results = out, dout, inputs.lse[request, heads, rows]
-        return reference.backpropagate(*given, results, score, captured=table)
-
     def gradient_of_table(self, inputs: Arrays) -> Any:
         """The gradient of what the score function reads: a sum over all pairs, one head at a time."""
         table = inputs.table.detach().double().requires_grad_()
         total = torch.zeros_like(table)
-        for request in range(self.b):
+        for number in range(self.b):
             for head in range(self.h_q):
-                one = slice(head, head + 1)
-                total += self._gradients(inputs, request, slice(None), slice(None), one, table)[3]
+                request = self.request(inputs, number, slice(head, head + 1), table)
+                total += request.backpropagate(ALL, ALL, table)[3]
         return total
 
     def check_gradients(self, inputs: Arrays, gradients: Any) -> float:
-        """Error of dq of a middle and the last token of the first and the last request (with one visible key
-        dq is 0), of dk and dv of the first, a middle and the last; and of what the score function reads.
-        """
-        every, heads = slice(None), slice(0, self.h_q)
-        found: list[Any] = []
-        dq, dk, dv = gradients[:3]
-        for request in {0, self.b - 1}:
-            tokens = [self.s // 2, self.s - 1]
-            want = self._gradients(inputs, request, tokens, every, heads)[0]
-            names = (f"dq of token {token} of request {request}" for token in tokens)
-            found += zip(names, dq[request, :, tokens].transpose(0, 1), want, strict=True)
-            tokens = [0, *tokens]
-            wanted = self._gradients(inputs, request, every, tokens, heads)[1:3]
-            for name, got, want in zip(("dk", "dv"), (dk, dv), wanted, strict=True):
-                names = (f"{name} of token {token} of request {request}" for token in tokens)
-                found += zip(names, got[request, :, tokens].transpose(0, 1), want, strict=True)
-        if self.captured:
-            (got,) = gradients[3].values()
-            found.append(("gradient of the table", got, self.gradient_of_table(inputs)))
-        return worst_error(self, found)
+        """See AttentionCase; also of what the score function reads."""
+        worst = super().check_gradients(inputs, gradients)
+        if not self.captured:
+            return worst
+        (got,) = gradients[3].values()
+        found = [("gradient of the table", got, self.gradient_of_table(inputs))]
+        return max(worst, worst_error(self, found))
 
     def prepare(self) -> Prepared:
         inputs = self.make_inputs()
@@ -329,15 +287,12 @@ class FlexBackwardCase(FlexCase):
         return Prepared(call, error, ordered=ordered, without=without, peers=peers)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class BlockMaskCase(Case):
     """`create_block_mask` of a causal Python function over s query tokens and s keys."""
 
+    template = "flex-block-mask-causal-s{s}"
     s: int
-
-    @property
-    def id(self) -> str:
-        return f"flex-block-mask-causal-s{self.s}"
 
     def call(self, _: int = 0) -> Any:
         """Make the mask."""
@@ -367,7 +322,8 @@ def time_host() -> dict[str, float]:
     """Host microseconds of one eager flex call on a small case, warm, with a score and a mask function of
     Python; and the seconds that the first call of another score function takes, whose kernel no cache has.
     """
-    case = FlexCase(s=HOST_TOKENS, score="alibi")
+    case = FlexCase.named(f"flex-b2-s{HOST_TOKENS}-h16-d128-causal-alibi")
+    assert case is not None
     inputs = case.make_inputs()
     score, block_mask = case.score_function(inputs.table), case.block_mask(inputs)
 
@@ -382,47 +338,3 @@ def time_host() -> dict[str, float]:
         torch.cuda.synchronize()
         figures["flex_first_call_s"] = time.perf_counter() - begin
     return figures
-
-
-def forward_cases() -> list[FlexCase]:
-    """The masks and score functions that torch's flex attention runs beside, then others, and the causal mask
-    in other forms.
-    """
-    base = FlexCase()
-    return [
-        replace(base, mask="full"),
-        base,
-        replace(base, h_kv=2),
-        replace(base, mask="window", extent=1024),
-        replace(base, score="alibi"),
-        replace(base, score="softcap"),
-        replace(base, mask="documents", extent=900),
-        replace(base, d=64),
-        replace(base, score="bias"),
-        replace(base, mask="prefix", extent=2048),
-        replace(base, cuda_text=True),
-        replace(base, block_size=64),
-        replace(base, further=True),
-    ]
-
-
-def backward_cases() -> list[FlexBackwardCase]:
-    """The masks and score functions that torch's flex attention runs beside, then a table without and with a
-    gradient of its own, and gradients that are sums over all pairs of a head, and over all pairs.
-    """
-    base = FlexBackwardCase()
-    bias = replace(base, score="bias")
-    return [
-        replace(base, mask="full"),
-        base,
-        replace(base, h_kv=2),
-        replace(base, mask="window", extent=1024),
-        replace(base, score="alibi"),
-        replace(base, score="softcap"),
-        replace(base, mask="documents", extent=900),
-        replace(base, d=64),
-        bias,
-        replace(bias, captured=True),
-        replace(base, score="scale", captured=True),
-        replace(base, score="scalar", captured=True),
-    ]

@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,17 +11,23 @@ import rawmla
 from kit import torch_reference
 from kit.generators import GARBAGE_PAGE
 from kit.sparse import SparseCase as Layout
-from kit.sparse import SparseInputs, make_cache
+from kit.sparse import SparseInputs, make_cache, row_format
 
 from .cases import DTYPES, LENGTH_SEED, Arrays, Call, Case, Prepared, Row, worst_error
 from .measure import GRAPH_FLOPS, calls_per_graph
 from .timing import CALLS_PER_GRAPH, repeat, rest, slope, time_graph
 
-D_V = 512
-"""Value head dimension: V is the first 512 columns of K."""
+D_QK, D_V = 576, 512
+"""Head dimensions of dense decoding: V is the first 512 columns of K."""
 
-TOKEN_BYTES = {("v32", 576): 656, ("model1", 512): 584, ("bf16", 576): 1152, ("bf16", 512): 1024}
-"""Bytes of a cached token by layout and d_qk."""
+PAGE = 64
+"""Tokens of a page, but of caches of MODEL1."""
+
+EXTRA_TOKENS = {
+    **{(2, 64): 1247, (64, 64): 31069, (128, 64): 69350, (256, 64): 133224},
+    **{(2, 128): 1247, (64, 128): 32857, (128, 128): 65131, (256, 128): 123131},
+}
+"""Sums of extra_topk_length by b and h_q, in the runs of other libraries, as their published rates imply."""
 
 COLD_L2_FACTOR = 3
 MAX_ROTATED_SETS = 64
@@ -64,28 +70,19 @@ def _time_plan(replays: int, *arguments: Any, invariant: bool = False) -> float:
     return slope(call, *METADATA_GRAPH_CALLS, replays)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class DecodeCase(Case):
     """One dense decode call: b requests of about s_k tokens each, paged cache, V inside K."""
 
+    template = "decode-b{b}-q{s_q}-k{s_k}-h{h_q}[-{causal}]-{dtype:bf16|fp16}-(fixed|{varlen})[-{invariant}]"
     b: int
     s_q: int
     s_k: int
     h_q: int
+    dtype: str
     causal: bool = False
     varlen: bool = False
-    dtype: str = "bf16"
-    batch_invariant: bool = False
-    h_kv: int = 1
-    d_qk: int = 576
-    page_block_size: int = 64
-
-    @property
-    def id(self) -> str:
-        mask = "-causal" if self.causal else ""
-        kind = "varlen" if self.varlen else "fixed"
-        mode = "-invariant" if self.batch_invariant else ""
-        return f"decode-b{self.b}-q{self.s_q}-k{self.s_k}-h{self.h_q}{mask}-{self.dtype}-{kind}{mode}"
+    invariant: bool = False
 
     def lengths(self) -> list[int]:
         """Tokens of each request: s_k, or with varlen drawn from a normal distribution (mean s_k, deviation
@@ -98,12 +95,12 @@ class DecodeCase(Case):
 
     def flops(self) -> int:
         """Q·K^T and P·V over every token of every request (a causal mask is not subtracted)."""
-        return 2 * self.s_q * self.h_q * sum(self.lengths()) * (self.d_qk + D_V)
+        return 2 * self.s_q * self.h_q * sum(self.lengths()) * (D_QK + D_V)
 
     def bytes_moved(self) -> int:
         """Each cache row read once, q read, out written (two bytes a value)."""
-        cache = sum(self.lengths()) * self.h_kv * self.d_qk
-        return 2 * (cache + self.b * self.s_q * self.h_q * (self.d_qk + D_V))
+        cache = sum(self.lengths()) * D_QK
+        return 2 * (cache + self.b * self.s_q * self.h_q * (D_QK + D_V))
 
     def make_inputs(self, sets: int = 1, device: str = "cuda") -> Arrays:
         """q normal(0, 1) clamped to [-1, 1], cache normal(0, 0.1), pages in a random order. `sets` disjoint
@@ -111,10 +108,10 @@ class DecodeCase(Case):
         """
         torch.manual_seed(0)
         dtype = getattr(torch, DTYPES[self.dtype])
-        page, lengths = self.page_block_size, self.lengths()
-        pages = [-(-length // page) for length in lengths]
-        q = torch.randn(self.b, self.s_q, self.h_q, self.d_qk, device=device, dtype=dtype).clamp_(-1, 1)
-        k_cache = torch.empty(sets * sum(pages), page, self.h_kv, self.d_qk, device=device, dtype=dtype)
+        lengths = self.lengths()
+        pages = [-(-length // PAGE) for length in lengths]
+        q = torch.randn(self.b, self.s_q, self.h_q, D_QK, device=device, dtype=dtype).clamp_(-1, 1)
+        k_cache = torch.empty(sets * sum(pages), PAGE, 1, D_QK, device=device, dtype=dtype)
         k_cache.normal_(0, 0.1)
         numbers = iter(torch.randperm(len(k_cache)).int().split(pages * sets))
         tables = []
@@ -142,7 +139,7 @@ class DecodeCase(Case):
 
     def plan_arguments(self, inputs: Arrays) -> tuple[Any, ...]:
         """The arguments of get_mla_metadata."""
-        return inputs.cache_seqlens, self.s_q * self.h_q // self.h_kv, self.h_kv, self.h_q
+        return inputs.cache_seqlens, self.s_q * self.h_q, 1, self.h_q
 
     def decoder(self, function: Any, inputs: Arrays, plan: Any, **keywords: Any) -> Call:
         """Calls of FlashMLA's function, or of rawmla's of the same name."""
@@ -155,7 +152,7 @@ class DecodeCase(Case):
 
     def prepare(self) -> Prepared:
         sets = rotated_sets(self)
-        inputs, invariant = self.make_inputs(sets), self.batch_invariant
+        inputs, invariant = self.make_inputs(sets), self.invariant
         plan = rawmla.get_mla_metadata(*self.plan_arguments(inputs), enable_batch_invariant=invariant)
         call = self.decoder(rawmla.flash_mla_with_kvcache, inputs, plan, enable_batch_invariant=invariant)
 
@@ -177,39 +174,38 @@ class DecodeCase(Case):
         return self.decoder(module.flash_mla_with_kvcache, inputs, plan)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class SparseCase(Case):
     """One sparse decode call: every query token attends `topk` tokens of its request's s_k, a random subset,
     and `extra_topk` of the same number in an extra cache.
 
-    `extra_tokens` is None when all of those count, else the sum over the requests of `extra_topk_length`.
+    With `lengths`, EXTRA_TOKENS of those count; else all.
     """
 
+    template = (
+        "sparse-{layout:v32|model1|bf16}[d{d_qk}]-b{b}-q{s_q}-k{s_k}-h{h_q}-top{topk}"
+        "[-extra{extra_topk}page{extra_page}][-{lengths}][-{invariant}]"
+    )
+    layout: str
     b: int
     s_q: int
     s_k: int
     h_q: int
     topk: int
-    layout: str
-    d_qk: int
-    page_block_size: int = 64
+    d_qk: int = 0
     extra_topk: int = 0
-    extra_page_block_size: int = 0
-    extra_tokens: int | None = None
-    batch_invariant: bool = False
+    extra_page: int = 0
+    lengths: bool = False
+    invariant: bool = False
 
-    @property
-    def id(self) -> str:
-        extra = f"-extra{self.extra_topk}page{self.extra_page_block_size}" if self.extra_topk else ""
-        length = "" if self.extra_tokens is None else "-lengths"
-        mode = "-invariant" if self.batch_invariant else ""
-        shape = f"b{self.b}-q{self.s_q}-k{self.s_k}-h{self.h_q}-top{self.topk}"
-        layout = f"bf16d{self.d_qk}" if self.layout == "bf16" else self.layout
-        return f"sparse-{layout}-{shape}{extra}{length}{mode}"
+    def __post_init__(self) -> None:
+        self.d_qk = self.d_qk or (512 if self.layout == "model1" else 576)
+        self.page = 256 if self.layout == "model1" else PAGE
+        self.extra_tokens = EXTRA_TOKENS[self.b, self.h_q] if self.lengths else self.b * self.extra_topk
 
     def extra_lengths(self) -> list[int] | None:
         """extra_topk_length: drawn evenly from 0 to extra_topk, then moved one by one to their sum."""
-        if self.extra_tokens is None:
+        if not self.lengths:
             return None
         rng = random.Random(LENGTH_SEED)
         lengths = [rng.randint(0, self.extra_topk) for _ in range(self.b)]
@@ -224,8 +220,7 @@ class SparseCase(Case):
 
     def tokens(self) -> int:
         """Selected tokens of all query tokens together."""
-        extra = self.b * self.extra_topk if self.extra_tokens is None else self.extra_tokens
-        return self.s_q * (self.b * self.topk + extra)
+        return self.s_q * (self.b * self.topk + self.extra_tokens)
 
     def flops(self) -> int:
         """Q·K^T and P·V over every selected token."""
@@ -234,7 +229,7 @@ class SparseCase(Case):
     def bytes_moved(self) -> int:
         """Each selected token as often as it is selected, q and out."""
         q_and_out = self.b * self.s_q * self.h_q * (self.d_qk + D_V)
-        return self.tokens() * TOKEN_BYTES[self.layout, self.d_qk] + 2 * q_and_out
+        return self.tokens() * row_format(self.layout, self.d_qk).token_bytes + 2 * q_and_out
 
     def layout_of_tests(self) -> Layout:
         """The case as tests/kit knows it. Blocks of MODEL1 are padded to a multiple of 576 bytes."""
@@ -247,12 +242,10 @@ class SparseCase(Case):
         """
         torch.manual_seed(0)
         q = torch.randn(self.b, self.s_q, self.h_q, self.d_qk, device=device).clamp_(-1, 1).bfloat16()
-        k_cache, indices = self._cache(self.page_block_size, self.topk, sets, device)
+        k_cache, indices = self._cache(self.page, self.topk, sets, device)
         extra_cache, extra_indices = None, [None] * sets
         if self.extra_topk:
-            extra_cache, extra_indices = self._cache(
-                self.extra_page_block_size, self.extra_topk, sets, device
-            )
+            extra_cache, extra_indices = self._cache(self.extra_page, self.extra_topk, sets, device)
         lengths = self.extra_lengths()
         length = None if lengths is None else torch.tensor(lengths, dtype=torch.int32, device=device)
         return Arrays(
@@ -311,7 +304,7 @@ class SparseCase(Case):
 
     def prepare(self) -> Prepared:
         sets = rotated_sets(self)
-        inputs, invariant = self.make_inputs(sets), self.batch_invariant
+        inputs, invariant = self.make_inputs(sets), self.invariant
         plan, _ = rawmla.get_mla_metadata(enable_batch_invariant=invariant)
         call = self.decoder(rawmla.flash_mla_with_kvcache, inputs.q, inputs, plan)
 
@@ -330,27 +323,21 @@ class SparseCase(Case):
         return Prepared(call, error, sets, peers={"FlashMLA": flash_mla}, more=more)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class PrefillCase(Case):
     """One sparse prefill call: every query token attends `topk` of the same s_kv tokens, a random subset.
 
-    `layout` is bf16, tokens in consecutive rows, or v32, a paged FP8 cache in pages of `page_block_size`.
+    `layout` is bf16, tokens in consecutive rows, or v32, a paged FP8 cache.
     """
 
+    template = "prefill-{layout:bf16|v32}[d{d_qk}]-q{s_q}-kv{s_kv}-h{h_q}-top{topk}[-{invariant}]"
+    layout: str
     s_q: int
     s_kv: int
     h_q: int
-    d_qk: int
     topk: int
-    layout: str = "bf16"
-    page_block_size: int = 0
-    batch_invariant: bool = False
-
-    @property
-    def id(self) -> str:
-        layout = f"bf16d{self.d_qk}" if self.layout == "bf16" else self.layout
-        mode = "-invariant" if self.batch_invariant else ""
-        return f"prefill-{layout}-q{self.s_q}-kv{self.s_kv}-h{self.h_q}-top{self.topk}{mode}"
+    d_qk: int = 576
+    invariant: bool = False
 
     def flops(self) -> int:
         """Q·K^T and P·V over every selected token."""
@@ -360,7 +347,7 @@ class PrefillCase(Case):
         """Each token that is selected once, however often it is, q and out."""
         tokens = min(self.s_kv, self.s_q * self.topk)
         q_and_out = self.s_q * self.h_q * (self.d_qk + D_V)
-        return tokens * TOKEN_BYTES[self.layout, self.d_qk] + 2 * q_and_out
+        return tokens * row_format(self.layout, self.d_qk).token_bytes + 2 * q_and_out
 
     def make_inputs(self, sets: int = 1, device: str = "cuda") -> Arrays:
         """q normal(0, 1) clamped to [-1, 1], tokens normal(0, 0.1), of a paged cache quantised and in pages
@@ -375,11 +362,10 @@ class PrefillCase(Case):
             shape = sets, self.s_kv, 1, self.d_qk
             kv = torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(0, 0.1)
             return Arrays(q=q, kv_sets=list(kv), indices=positions, positions=positions, block_table=None)
-        page = self.page_block_size
-        pages = -(-self.s_kv // page)
-        k_cache = make_cache(self._layout(1), sets * pages, page, device)
+        pages = -(-self.s_kv // PAGE)
+        k_cache = make_cache(self._layout(1), sets * pages, PAGE, device)
         table = torch.randperm(pages, device=device)
-        indices = (table[positions // page] * page + positions % page).int()
+        indices = (table[positions // PAGE] * PAGE + positions % PAGE).int()
         kv_sets, table = list(k_cache.split(pages)), table.int()[None]
         return Arrays(q=q, kv_sets=kv_sets, indices=indices, positions=positions, block_table=table)
 
@@ -445,7 +431,7 @@ class PrefillCase(Case):
                 inputs.indices,
                 self.d_qk**-0.5,
                 is_fp8_kvcache=self.layout != "bf16",
-                enable_batch_invariant=self.batch_invariant,
+                enable_batch_invariant=self.invariant,
             )[0]
 
         def flash_mla() -> Call:
@@ -460,146 +446,29 @@ class PrefillCase(Case):
         return Prepared(call, error, sets, more=lambda replays: self.time_gathered(inputs, replays))
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class MetadataCase(Case):
     """One scheduling call for b requests with varlen lengths around 4096 tokens, one query token, 128
     heads.
     """
 
+    template = "metadata-b{b}"
     b: int
-
-    @property
-    def id(self) -> str:
-        return f"metadata-b{self.b}"
 
 
 def time_metadata(case: MetadataCase, rounds: int, replays: int, sustain_seconds: float) -> Row:
     """Measure the metadata kernel alone. Its graphs are too short for a rest, so that both figures are the
     same.
     """
-    lengths = DecodeCase(case.b, 1, 4096, 128, varlen=True).lengths()
+    lengths = DecodeCase("", case.b, 1, 4096, 128, "bf16", varlen=True).lengths()
     us = _time_plan(replays, torch.tensor(lengths, dtype=torch.int32, device="cuda"), 128, 1, 128)
     return {"case": case.id, "us": us, "unrested_us": us}
 
 
 def host_call() -> Callable[[], Any]:
     """Return an eager decode call on a small case, with a plan."""
-    case = DecodeCase(2, 1, 1024, 16)
+    case = DecodeCase("", 2, 1, 1024, 16, "bf16")
     inputs = case.make_inputs()
     plan = rawmla.get_mla_metadata(*case.plan_arguments(inputs))
     arguments = inputs.q, inputs.k_cache, inputs.block_tables[0], inputs.cache_seqlens, D_V, *plan
     return lambda: rawmla.flash_mla_with_kvcache(*arguments)
-
-
-def decode_cases() -> list[DecodeCase]:
-    """Large batches with varied lengths, then fixed lengths, then some of both in batch-invariant mode. Calls
-    with several query tokens and fixed lengths are causal.
-    """
-    varlen = [
-        DecodeCase(128, 1, 4096, 128),
-        DecodeCase(128, 2, 4096, 128, causal=True),
-        DecodeCase(128, 1, 8192, 128),
-        DecodeCase(128, 2, 8192, 128),
-        DecodeCase(128, 2, 8192, 128, causal=True),
-        DecodeCase(128, 1, 16384, 128),
-        DecodeCase(128, 2, 16384, 128, causal=True),
-        DecodeCase(128, 1, 32768, 128),
-        DecodeCase(128, 2, 32768, 128, causal=True),
-        DecodeCase(128, 2, 8192, 128, causal=True, dtype="fp16"),
-        DecodeCase(128, 1, 8192, 16),
-        DecodeCase(128, 1, 8192, 64),
-        DecodeCase(64, 1, 4096, 16),
-    ]
-    fixed = [
-        DecodeCase(128, 1, 4096, 128),
-        DecodeCase(128, 1, 8192, 128),
-        DecodeCase(128, 2, 8192, 128, causal=True),
-        *(DecodeCase(128, 1, 8192, h_q) for h_q in (64, 16, 8)),
-        DecodeCase(64, 1, 4096, 16),
-        DecodeCase(32, 4, 4096, 16, causal=True),
-        DecodeCase(16, 1, 4096, 128),
-        DecodeCase(16, 2, 4096, 128, causal=True),
-        DecodeCase(16, 1, 4096, 16),
-        DecodeCase(4, 1, 8192, 128),
-        *(DecodeCase(1, 1, s_k, 128) for s_k in (8192, 32768, 131072)),
-        *(DecodeCase(1, 1, s_k, 16) for s_k in (8192, 131072)),
-    ]
-    invariant = [
-        DecodeCase(128, 1, 4096, 128, varlen=True),
-        DecodeCase(128, 1, 8192, 16, varlen=True),
-        DecodeCase(16, 1, 4096, 128),
-        DecodeCase(1, 1, 8192, 128),
-    ]
-    return [
-        *(replace(case, varlen=True) for case in varlen),
-        *fixed,
-        *(replace(case, batch_invariant=True) for case in invariant),
-    ]
-
-
-def _v32(b: int, s_q: int, h_q: int, topk: int = 2048) -> SparseCase:
-    return SparseCase(b, s_q, 32768, h_q, topk, "v32", 576)
-
-
-def _model1(
-    b: int, h_q: int, extra_topk: int, extra_page: int, extra_tokens: int | None = None
-) -> SparseCase:
-    return SparseCase(b, 2, 16384, h_q, 128, "model1", 512, 256, extra_topk, extra_page, extra_tokens)
-
-
-# (b, h_q): sum of extra_topk_length in the runs of other libraries, as their published rates imply it.
-MODEL1_EXTRA_TOKENS = {
-    (2, 64): 1247,
-    (64, 64): 31069,
-    (128, 64): 69350,
-    (256, 64): 133224,
-    (2, 128): 1247,
-    (64, 128): 32857,
-    (128, 128): 65131,
-    (256, 128): 123131,
-}
-
-
-def sparse_cases(layout: str) -> list[SparseCase]:
-    """V3.2 (8 to 32 heads are what a GPU has under tensor parallelism), MODEL1 with its two caches, or bf16
-    caches; some of V3.2 also in batch-invariant mode.
-    """
-    if layout == "v32":
-        invariant = [_v32(128, 2, 128), _v32(128, 1, 16), _v32(2, 2, 128)]
-        return [
-            *(_v32(b, 2, 128) for b in (2, 16, 64, 74, 128)),
-            *(_v32(128, 1, h_q) for h_q in (128, 64, 32, 16, 8)),
-            *(_v32(1, 1, h_q) for h_q in (128, 16)),
-            *(_v32(148, 2, h_q, topk=16384) for h_q in (128, 64)),
-            *(replace(case, batch_invariant=True) for case in invariant),
-        ]
-    if layout == "model1":
-        return [
-            *(_model1(b, 64, 512, 64) for b in (2, 64, 128, 256)),
-            *(_model1(b, 128, 1024, 64) for b in (2, 64, 128, 256)),
-            *(_model1(b, h_q, 1024, 2, tokens) for (b, h_q), tokens in MODEL1_EXTRA_TOKENS.items()),
-        ]
-    bf16 = [replace(_v32(b, s_q, 128), layout="bf16") for b, s_q in ((2, 2), (64, 2), (128, 2), (128, 1))]
-    return [*bf16, replace(bf16[-1], d_qk=512)]
-
-
-def prefill_cases() -> list[PrefillCase]:
-    """bf16 tokens in consecutive rows, few query tokens and few heads among them; a cache in the layout of
-    V3.2; then some of the bf16 ones in batch-invariant mode.
-    """
-    invariant = [(1, 128), (64, 128), (4096, 128), (4096, 16)]
-    return [
-        *(PrefillCase(4096, s_kv, 128, 576, 2048) for s_kv in (8192, 32768, 131072)),
-        *(PrefillCase(4096, s_kv, 64, 512, 512) for s_kv in (8192, 65536)),
-        *(PrefillCase(4096, s_kv, 128, 512, 1024) for s_kv in (8192, 65536)),
-        *(PrefillCase(s_q, 8192, 128, 576, 2048) for s_q in (1, 64, 512)),
-        *(PrefillCase(4096, 8192, h_q, 576, 2048) for h_q in (64, 16, 8)),
-        PrefillCase(4096, 32768, 128, 576, 512),
-        *(PrefillCase(s_q, 8192, 128, 576, 2048, "v32", 64) for s_q in (4096, 64)),
-        *(PrefillCase(s_q, 8192, h_q, 576, 2048, batch_invariant=True) for s_q, h_q in invariant),
-    ]
-
-
-def metadata_cases() -> list[MetadataCase]:
-    """Small and large batches."""
-    return [MetadataCase(b) for b in (1, 32, 128, 512, 1024, 4096)]

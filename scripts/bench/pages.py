@@ -10,15 +10,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
-from . import ROOT, record
+from . import ROOT, ratios, record, tables
 from .cases import Row
-
-if TYPE_CHECKING:
-    from .ratios import Stored
-    from .tables import Cells
+from .families import FAMILIES, known
+from .tables import Cells, markdown
 
 README = ROOT / "README.md"
 PEERS = ROOT / "docs" / "peers-h200.json"
@@ -40,9 +37,8 @@ FOOTNOTE = (
 COUNTS = ("passed", "failed", "skipped")
 
 
-def count(rows: Iterable[Row]) -> dict[str, int]:
+def count(rows: Sequence[Row]) -> dict[str, int]:
     """Passed, failed and skipped of some files or tools together."""
-    rows = list(rows)
     return {key: sum(row[key] for row in rows) for key in COUNTS}
 
 
@@ -51,30 +47,28 @@ def describe_tests(parts: Sequence[record.Part]) -> str:
     rows = record.latest(parts, "tests")
     counts = ", ".join(f"{number:,} {key}" for key, number in count(rows).items())
     sentences = [f"Tests there: {counts if rows else 'not run'}"]
-    for verdict, clean in (("clean", True), ("not clean", False)):
-        tools = sorted(row["tool"] for row in record.latest(parts, "sanitizer") if row["clean"] is clean)
-        if tools:
-            sentences.append(f"{verdict} under compute-sanitizer's {', '.join(tools)}")
+    for verdict in ("clean", "not clean"):
+        found = record.latest(parts, "sanitizer")
+        tools = sorted(row["tool"] for row in found if IN_WORDS["sanitizer"](row) == verdict)
+        sentences += [f"{verdict} under compute-sanitizer's {', '.join(tools)}"] if tools else []
     again = sum(len(record.repeated(parts, stage)) for stage in record.NAMES)
-    if again:
-        sentences.append(f"results of a second run: {again}")
+    sentences += [f"results of a second run: {again}"] if again else []
     return "; ".join(sentences) + "."
 
 
-def in_words(stage: str, row: Row) -> str:
-    """The result of a row that ran more than once."""
-    if stage == "tests":
-        return ", ".join(f"{row[key]} {key}" for key in COUNTS)
-    if stage == "sanitizer":
-        return "clean" if row["clean"] else "not clean"
-    return row.get("error") or f"{row['us']:.1f} µs"
+IN_WORDS: dict[str, Callable[[Row], str]] = {
+    "tests": lambda row: ", ".join(f"{row[key]} {key}" for key in COUNTS),
+    "sanitizer": lambda row: "clean" if row["clean"] else "not clean",
+    "bench": lambda row: row.get("error") or f"{row['us']:.1f} µs",
+}
+"""The result of a row, by stage."""
 
 
 def runs_again(parts: Sequence[record.Part]) -> list[str]:
     """A line for each file, tool and case that ran more than once, with all its results."""
     return [
-        f"- `{name}`: first {', then '.join(in_words(stage, row) for row in rows)}"
-        for stage in record.NAMES
+        f"- `{name}`: first {', then '.join(map(words, rows))}"
+        for stage, words in IN_WORDS.items()
         for name, rows in record.repeated(parts, stage).items()
     ]
 
@@ -84,17 +78,10 @@ def parts_cells(parts: Sequence[record.Part]) -> Cells:
     machine = ("gpus", "cores", "nvrtc", "torch", "cupy")
     cells = [["run of", "begun", "results", "seconds", *machine, "options"]]
     for part in parts:
-        options = (f"{name} {value}" for name, value in part["options"].items() if value)
-        cells.append(
-            [
-                part["stage"],
-                part["begin"],
-                str(len(part["rows"])),
-                str(part["seconds"]) if part["ended"] else "did not end",
-                *(str(part["machine"][name]) for name in machine),
-                "; ".join(options) or "-",
-            ]
-        )
+        seconds = part["seconds"] if part["ended"] else "did not end"
+        options = "; ".join(f"{name} {value}" for name, value in part["options"].items() if value) or "-"
+        values = part["stage"], part["begin"], len(part["rows"]), seconds
+        cells.append([*map(str, values), *(str(part["machine"][name]) for name in machine), options])
     return cells
 
 
@@ -110,29 +97,23 @@ def describe_machine(parts: Sequence[record.Part]) -> str:
     )
 
 
-def stored_peers(parts: Sequence[record.Part]) -> list[Stored]:
+def stored_peers(parts: Sequence[record.Part]) -> list[ratios.Stored]:
     """Times of other libraries on the record's device; none of another device's."""
-    from .ratios import load
-
     same = str(json.loads(PEERS.read_text())["device"]).startswith(parts[0]["machine"]["device"])
-    return load(PEERS) if same else []
+    return ratios.load(PEERS) if same else []
 
 
 def bench_rows(parts: Sequence[record.Part]) -> list[Row]:
     """The benchmark's rows that count, in the order of the tables."""
-    from .families import known
-
     return known(record.latest(parts, "bench"))
 
 
 def readme_section(parts: Sequence[record.Part]) -> str:
     """The Markdown between README's markers."""
-    from .tables import markdown, summary_cells
-
     if not parts:
         return NOTHING_YET
     texts = []
-    cells = summary_cells(bench_rows(parts), stored_peers(parts))
+    cells = tables.summary_cells(bench_rows(parts), stored_peers(parts))
     if cells:
         texts = [WHAT_IS_SHOWN, markdown(cells, code=False), FOOTNOTE]
     return "\n\n".join([*texts, f"{describe_machine(parts)} {describe_tests(parts)}"])
@@ -140,25 +121,22 @@ def readme_section(parts: Sequence[record.Part]) -> str:
 
 def bench_texts(parts: Sequence[record.Part]) -> list[str]:
     """What each benchmark says of the whole run, then every table, the summary first."""
-    from .families import FAMILIES
-    from .tables import NOTE, describe_ceilings, describe_host, family_cells, markdown, summary_cells
-
     texts = []
     for part in parts:
         if part["stage"] == "bench":
-            said = [describe_ceilings(part["ceilings"])]
-            said += [describe_host(part["host"])] if "host" in part else []
+            said = [tables.describe_ceilings(part["ceilings"])]
+            said += [tables.describe_host(part["host"])] if "host" in part else []
             said.append(f"sustained figures: {part['sustain_seconds']:g} s of load each")
             texts.append(f"Run of {part['begin']}: {'; '.join(said)}.")
     failed = record.errors(parts)
     if failed:
         texts.append(f"Failed: {'; '.join(failed)}.")
     rows, stored = bench_rows(parts), stored_peers(parts)
-    summary = summary_cells(rows, stored, cases=True)
+    summary = tables.summary_cells(rows, stored, cases=True)
     if summary:
-        texts += ["## The fastest other library", markdown(summary, code=False), NOTE]
+        texts += ["## The fastest other library", markdown(summary, code=False), tables.NOTE]
     for family in FAMILIES:
-        cells = family_cells(family, rows, stored)
+        cells = tables.family_cells(family, rows, stored)
         if cells:
             texts += [f"## {family.title}", markdown(cells)]
     return texts
@@ -166,8 +144,6 @@ def bench_texts(parts: Sequence[record.Part]) -> list[str]:
 
 def performance_page(parts: Sequence[record.Part]) -> str:
     """docs/performance.md."""
-    from .tables import markdown
-
     texts = ["# Performance", f"Written by `scripts/update_figures.py` from `docs/{record.RECORD.name}`."]
     if not parts:
         return "\n\n".join([texts[0], NOTHING_YET]) + "\n"

@@ -30,11 +30,7 @@ NAMES = {"bench": "case", "tests": "file", "sanitizer": "tool"}
 SAME = ("source_sha256", "device", "driver", "nvrtc")
 """What the parts of one record have in common."""
 
-OPTIONS = {
-    "bench": ("bench_args",),
-    "tests": ("tests", "test_args"),
-    "sanitizer": ("tools", "sanitizer_parts"),
-}
+OPTIONS = {"bench": ("bench_args",), "tests": ("tests", "test_args"), "sanitizer": ()}
 """What a part keeps of the command line."""
 
 HASHED_FOLDERS = ("cuda_src", "rawmla", "tests", "scripts", "examples")

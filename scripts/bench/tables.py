@@ -2,15 +2,17 @@
 
 import io
 import textwrap
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from statistics import geometric_mean
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 
 from .cases import OURS, Row
 from .families import FAMILIES, Family, family_of
-from .ratios import STORED_WAY, WAYS, Pair, Stored, better, pairs, summary
+from .ratios import STORED_WAY, WAYS, Stored, better, pairs
 
 Cells = list[list[str]]
 """A table: the headings, then the rows."""
@@ -25,8 +27,7 @@ NOTE = (
 )
 
 
-@dataclass(frozen=True)
-class Column:
+class Column(NamedTuple):
     """One column. A cell is EMPTY where a row has no such figure; a column of such cells is not shown."""
 
     heading: str
@@ -78,16 +79,6 @@ COLUMNS = (
 )
 
 
-def _ratio_column(way: str, found: dict[str, list[Pair]]) -> Column:
-    """The time of the better of the other libraries and runs over ours."""
-
-    def cell(row: Row) -> str:
-        pair = better(found[row["case"]], way)
-        return f"{pair.ratio:.3f}" if pair else EMPTY
-
-    return Column(f"better / ours, {way}", cell)
-
-
 def _comparisons(rows: Sequence[Row], stored: Sequence[Stored], *, short: bool) -> list[Column]:
     """For each way that the figures were taken: a column for each other library and run, for ours beside
     them, and for the ratio to the better of them. `short`: the ratio alone.
@@ -109,12 +100,17 @@ def _comparisons(rows: Sequence[Row], stored: Sequence[Stored], *, short: bool) 
 
         return Column(f"{OURS} beside {way} µs", cell)
 
+    def ratio(way: str) -> Column:
+        def cell(row: Row) -> str:
+            pair = better(found[row["case"]], way)
+            return f"{pair.ratio:.3f}" if pair else EMPTY
+
+        return Column(f"better / ours, {way}", cell)
+
     columns = []
     for way in WAYS:
-        labels = [label for label, of in kinds if of == way]
-        if not short:
-            columns += [*(time_of(label, way) for label in labels), ours(way)]
-        columns.append(_ratio_column(way, found))
+        times = [time_of(label, of) for label, of in kinds if of == way]
+        columns += [ratio(way)] if short else [*times, ours(way), ratio(way)]
     return columns
 
 
@@ -132,18 +128,35 @@ def family_cells(
 
 
 def summary_cells(rows: Sequence[Row], stored: Sequence[Stored], *, cases: bool = False) -> Cells:
-    """A row for each family that has a ratio: geometric mean and least, rested and sustained; with `cases`
-    also the case of the least rested ratio.
+    """A row for each family that has a ratio: the fastest other libraries, the most frequent first, geometric
+    mean and least, rested and sustained; with `cases` also the case of the least rested ratio. Ratios to
+    stored times stand in the place of the rested ones where nothing ran beside.
     """
     figures = ("rested, mean", "least", "sustained, mean", "least")
     cells = [["operation", "fastest other library", "cases", *figures, *(["least case"] if cases else [])]]
-    for speed in summary(rows, stored):
-        first = speed.means.get("rested") or speed.means.get(STORED_WAY)
-        mark = "" if "rested" in speed.means else "¹"
-        row = [speed.family.title, speed.peers, str(next(iter(speed.means.values())).rows)]
-        for mean in (first, speed.means.get("sustained")):
-            row += [f"{mean.mean:.2f}{mark}", f"{mean.least:.2f}{mark}"] if mean else [EMPTY, EMPTY]
-        cells.append([*row, *([f"`{first.least_case}`" if first else EMPTY] if cases else [])])
+    for family in FAMILIES:
+        own = {row["case"]: pairs(row, stored) for row in rows if family_of(row["case"]) is family}
+        fastest = {
+            way: [(pair, case) for case, found in own.items() if (pair := better(found, way)) is not None]
+            for way in WAYS
+        }
+        beside = bool(fastest["rested"] or fastest["sustained"])
+        first = "rested" if beside else STORED_WAY
+        if not any(fastest.values()):
+            continue
+        shown = fastest[first] or fastest["sustained"]
+        labels = Counter(pair.label.removesuffix(" beside") for pair, _ in shown)
+        row = [family.title, ", ".join(name for name, _ in labels.most_common()), str(len(shown))]
+        for way in (first, "sustained"):
+            ratios = [pair.ratio for pair, _ in fastest[way]]
+            texts = (
+                [f"{one:.2f}{'' if beside else '¹'}" for one in (geometric_mean(ratios), min(ratios))]
+                if ratios
+                else []
+            )
+            row += texts or [EMPTY, EMPTY]
+        least = min(((pair.ratio, case) for pair, case in fastest[first]), default=None)
+        cells.append([*row, *([f"`{least[1]}`" if least else EMPTY] if cases else [])])
     return cells if len(cells) > 1 else []
 
 
@@ -195,9 +208,9 @@ def add_shares(rows: Iterable[Row], ceilings: Sequence[dict[str, float]]) -> Non
     roofs = {key: max(one[key] for one in ceilings) for key in ceilings[0]}
     for row in rows:
         if "gbps" in row:
-            shares = {"copy": row["gbps"] / roofs["copy_gbps"]}
-            shares["matmul"] = row.get("tflops", 0.0) / roofs["matmul_tflops"]
-            row["roof"] = "matmul" if shares["matmul"] >= shares["copy"] else "copy"
+            shares = {"matmul": row.get("tflops", 0.0) / roofs["matmul_tflops"]}
+            shares["copy"] = row["gbps"] / roofs["copy_gbps"]
+            row["roof"] = max(shares, key=lambda roof: shares[roof])
             row["share"] = shares[row["roof"]]
 
 
@@ -213,15 +226,14 @@ def describe_ceilings(ceilings: Iterable[dict[str, float]]) -> str:
 
 def describe_host(host: dict[str, float]) -> str:
     """One line on the host time of a decode call and of a flex call."""
-    texts = [
-        f"host time of one {name} call {host[f'{name}_call_us']:.1f} µs (median; nine of ten calls up to "
-        f"{host[f'{name}_call_p90_us']:.1f}, median of the quietest burst "
-        f"{host[f'{name}_call_quiet_us']:.1f})"
-        for name in ("decode", "flex")
-        if f"{name}_call_us" in host
-    ]
-    if "flex_first_call_s" in host:
+    texts = []
+    for name in (key.removesuffix("_call_us") for key in host if key.endswith("_call_us")):
+        median, p90, quiet = (host[f"{name}_call{part}_us"] for part in ("", "_p90", "_quiet"))
         texts.append(
-            f"the first flex call of a new function {host['flex_first_call_s']:.1f} s, with its compilation"
+            f"host time of one {name} call {median:.1f} µs (median; nine of ten calls up to {p90:.1f}, "
+            f"median of the quietest burst {quiet:.1f})"
         )
+    if "flex_first_call_s" in host:
+        seconds = host["flex_first_call_s"]
+        texts.append(f"the first flex call of a new function {seconds:.1f} s, with its compilation")
     return "; ".join(texts)

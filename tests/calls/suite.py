@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import struct
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -100,6 +101,11 @@ def array_names(operation: Operation) -> list[str]:
 def arrays_of(arguments: Arguments) -> Arguments:
     """The arguments that are arrays, or lists of them."""
     return {name: value for name, value in arguments.items() if isinstance(value, (FakeArray, list))}
+
+
+def parameters_of(operation: Operation) -> list[inspect.Parameter]:
+    """The parameters of its function."""
+    return list(inspect.signature(getattr(rawmla, tensors_of(operation).function)).parameters.values())
 
 
 def run(operation: Operation, arguments: Arguments) -> Any:

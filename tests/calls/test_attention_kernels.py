@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
-import struct
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,7 +36,6 @@ from rawmla.kernels.mha_forward import MhaForwardAddresses, ModAddresses, Mods, 
 from rawmla.kernels.mha_forward_variants import flex_spec, tile_in_blocks
 
 SMS = 132
-LOG2_E = 1 / math.log(2)
 SCRATCH = 1 << 20
 HEADER = header_of(None, None)
 
@@ -164,15 +161,6 @@ def test_kernels_do_not_depend_on_lengths(device: Device) -> None:
     assert specs[:2] == specs[2:] and [spec.name for spec in specs[:2]] == ["mha_forward", "mha_combine"]
 
 
-@pytest.mark.parametrize("pointers", (False, True))
-def test_blocks_of_a_cache_in_one_place(device: Device, pointers: bool) -> None:
-    """A stride of 0 between the blocks of k_cache; with a table of addresses there is none."""
-    table = {"table_has_pointers": pointers, "table_bytes": 8 if pointers else 4}
-    call = prefix_call(PREFIX, {"k_strides": (4096 if pointers else 0, 64), **table})
-    PreparedMhaForward(call, lambda: False)
-    assert [kernel.spec.name for kernel in device.kernels] == ["mha_forward", "mha_combine"]
-
-
 def test_maps_of_no_keys(device: Device) -> None:
     """TMA has no map of nothing: one of a token at the address of q, which nothing is read through."""
     dense = PreparedMhaForward(DENSE._replace(total_k=0, max_seqlen_k=0), lambda: False)
@@ -200,58 +188,6 @@ def forward_params(device: Device, **changes: Any) -> dict[str, Any]:
     """The parameters of a call, but for those that change from launch to launch."""
     forward(**changes)
     return members(mha_forward.params_of((8, 8)), device.kernels[-1].params)
-
-
-def test_sizes_and_strides(device: Device) -> None:
-    tiles = B * HQ * 3
-    strides = dict(zip(("out_stride_b", "out_stride_s", "out_stride_h"), FLEX.out_strides, strict=True))
-    expected = strides | {
-        "lse_stride_b": HQ * L,
-        "lse_stride_h": L,
-        "b": B,
-        "heads": HQ,
-        "log2_group": 0,
-        "heads_per_kv": 4,
-        "d_v": EV,
-        "out_by_rows": 0,
-        "seqlen_q": L,
-        "seqlen_k": S,
-        "total_k": S,
-        "tiles_per_head": 3,
-        "tiles": tiles,
-        "splits": 1,
-        "counts_strides": (0, 0, 1) * 2,
-        "lists_strides": (0, 0, 4) * 2,
-        "list_columns": (4, 4),
-        "mask_batches": 1,
-        "mask_heads": 1,
-        "block_q": 128,
-        "block_k": 128,
-        "block_tiles": 1,
-        "k_batches": B,
-    }
-    assert forward_params(device).items() >= expected.items()
-    (kernel,) = device.kernels
-    assert kernel.grid == (tiles, 1, 1) and tiles < SMS
-    assert kernel.pdl is False  # arrays that a function reads are loaded ahead of the wait
-    assert kernel.spec == flex_spec("bfloat16", E, EV, 128, False, HEADER)
-
-
-@pytest.mark.parametrize("scale", (0.25, -3.0, 0.0))
-def test_scores_in_natural_units(device: Device, scale: float) -> None:
-    """A function gets scaled scores; without one the softmax scales them. dq and dk are scaled anyhow."""
-    with_function = forward_params(device, softmax_scale=scale, has_score_mod=True)
-    assert with_function["score_scale"] == scale
-    assert with_function["softmax_scale_log2"] == pytest.approx(LOG2_E, rel=1e-6)
-    without = forward_params(device, softmax_scale=0.25)
-    assert without["softmax_scale_log2"] == pytest.approx(0.25 * LOG2_E, rel=1e-6)
-    assert with_function["score_factor"] == without["score_factor"] == 1.0
-    backward(softmax_scale=scale, has_score_mod=True)
-    backward(softmax_scale=scale)
-    for main, score_scale, log2 in ((2, scale, LOG2_E), (5, 1.0, scale * LOG2_E)):
-        found = read(device.launched[main])
-        assert (found["score_scale"], found["scale"]) == (score_scale, scale)
-        assert found["softmax_scale_log2"] == pytest.approx(log2, rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -397,13 +333,6 @@ def read(launch: Any) -> dict[str, Any]:
     return members(STRUCTS.get(launch.name) or mha_backward.params_of((8, 8)), launch.params)
 
 
-def sums_of(launch: Any) -> tuple[int, ...]:
-    """Where a kernel adds the gradients of captured arrays: the words of its score function."""
-    at = next(x for x in mha_backward.params_of((24, 8)).members if x.name == "score_mod").offset
-    found: tuple[int, ...] = struct.unpack_from("<3Q", launch.params, at)
-    return found
-
-
 def test_three_kernels(device: Device) -> None:
     made = backward()
     assert [(x.name, x.pdl, x.stream) for x in device.launched] == [
@@ -457,26 +386,6 @@ def test_three_kernels(device: Device) -> None:
     ends = [SCRATCH, *[address + size for address, size in parts]]
     assert all(address >= end for (address, _), end in zip(parts, ends, strict=False))
     assert ends[-1] <= SCRATCH + made.scratch_bytes and not any(address % 128 for address, _ in parts)
-
-
-@pytest.mark.parametrize(
-    ("d_qk", "d_v", "columns"), ((40, 64, 64), (96, 96, 96), (70, 128, 96), (96, 130, 128), (200, 64, 256))
-)
-def test_columns_of_the_sums_of_dq(device: Device, d_qk: int, d_v: int, columns: int) -> None:
-    """By keys a multiple of 32, by product of 64: of both kernels around, in scratch, and of a grid."""
-    narrow = backward(d_qk=d_qk, d_v=d_v, needs=Needs(False, True, True, False))
-    made = backward(d_qk=d_qk, d_v=d_v)
-    *_, prepare, main, finish = device.launched
-    assert main.name == MAIN[max(d_qk, d_v) > 128]
-    assert read(prepare)["accum_columns"] == read(finish)["accum_columns"] == columns
-    assert read(finish)["d_qk"] == d_qk and finish.grid[1] == -(-columns // 64)
-    assert made.scratch_bytes - narrow.scratch_bytes == 4 * PLACES * 64 * columns
-
-
-def test_one_batch_of_keys(device: Device) -> None:
-    backward(k_batches=1)
-    main = device.launched[1]
-    assert (main.grid[0], read(main)["b"], read(main)["requests"]) == (HKV * 4, 1, B)
 
 
 @pytest.mark.parametrize("dims", ((128, 64), (256, 256)))
@@ -539,23 +448,6 @@ def test_references(device: Device, needs: Needs, dims: tuple[int, int]) -> None
     assert dict(references.spec.defines)["TILE_KEYS"] == (64 if wide else 128)
 
 
-def test_captured_gradients(device: Device) -> None:
-    """In place where they are float32; else in scratch, and brought to their dtype."""
-    backward(**SITES)
-    main, _, first, second, captured, finish = device.launched[1:]
-    assert [x.name for x in (first, second)] == ["clear", "clear"]
-    assert [x.name for x in (captured, finish)] == ["flex_captured_gradients", "flex_captured_finish"]
-    assert (first.address, first.size) == (0x50000, 40) and second.size == 28
-    assert SCRATCH <= second.address
-    assert sums_of(captured) == (0, first.address, second.address)
-    assert (captured.grid[0], captured.pdl) == (B * HKV * 4, False)
-    assert dict(captured.spec.defines)["PASS"] == flex_captured.IN_ANY_ORDER
-    found = read(finish)
-    assert (found["sums"], found["out"], found["count"], found["dtype"]) == (second.address, 0x50001, 7, 1)
-    assert not found["largest"] and found["sums_are"] == flex_captured.FLOATS
-    assert sums_of(main) == (0, 0, 0)  # it adds to none
-
-
 MANY = (CapturedGradient(1 << 20, "float32"), CapturedGradient(1, "bfloat16"))
 
 
@@ -574,20 +466,6 @@ def test_captured_gradients_in_a_fixed_order(device: Device, captured: Any, scat
         assert (found["largest"], found["out"]) == (largest.address + 4 * i, 0x50000 + i)
         assert found["sums_are"] == flex_captured.CELLS
         assert 2 ** found["terms_log2"] >= terms > 2 ** (found["terms_log2"] - 1)
-
-
-def test_captured_gradients_digit_by_digit(device: Device) -> None:
-    """One pass; 32 elements take 3,200 bytes."""
-    captured = (CapturedGradient(33, "float32"), CapturedGradient(7, "bfloat16"))
-    backward(lists=None, deterministic=True, **{**SITES, "captured": captured})
-    first, second, one_pass, *finish = device.launched[3:]
-    assert [x.size for x in (first, second)] == [6400, 3200] and first.address % 128 == 0
-    assert dict(one_pass.spec.defines)["PASS"] == flex_captured.IN_DIGITS
-    assert sums_of(one_pass) == (0, first.address, second.address)
-    for i, (one, sums) in enumerate(zip(finish, (first, second), strict=True)):
-        found = read(one)
-        assert (found["sums"], found["largest"], found["out"]) == (sums.address, 0, 0x50000 + i)
-        assert found["sums_are"] == flex_captured.DIGITS
 
 
 @pytest.mark.parametrize(
@@ -609,13 +487,6 @@ def test_the_other_form_where_functions_would_spill(
     assert specs == {mha_backward_variants.flex_spec("bfloat16", E, EV, form, HEADER)}
     assert len(device.built) == 1
     assert read(device.launched[1])["tiles_per_head"] == -(-S // form.tile_keys)
-
-
-def test_wide_heads_have_one_form(device: Device) -> None:
-    backward(d_qk=192)
-    assert not device.built, "there is nothing to choose"
-    wanted = mha_backward_variants.flex_spec("bfloat16", 192, EV, BY_PRODUCT, HEADER)
-    assert device.launched[1].spec == wanted
 
 
 def test_maps_are_kept(device: Device) -> None:

@@ -10,7 +10,6 @@ import pytest
 import rawmla
 from calls.fakes import Arguments, FakeArray, World, change, put
 from calls.refusals import Refusal, check_all_refused
-from rawmla.kernels.mla_merge_states import State
 
 V32, MODEL1 = ("uint8", 656), ("uint8", 584)
 WIDE, NARROW = ("bfloat16", 576), ("bfloat16", 512)
@@ -248,56 +247,6 @@ def only_launch(world: World) -> Arguments:
 
 
 class TestQuantize:
-    @pytest.mark.parametrize(
-        ("layout", "page", "block_bytes"),
-        [("v32", 53, 53 * 656), ("model1", 53, 31104), ("model1", 72, 42048)],
-    )
-    def test_allocates(self, world: World, layout: str, page: int, block_bytes: int) -> None:
-        columns, token_bytes = (576, 656) if layout == "v32" else (512, 584)
-        source = FakeArray((10, page, 1, columns), "bfloat16", strides=(99_999, 600, 7, 1), ptr=0x1002)
-        made = rawmla.quantize_k_cache(source, layout)
-        (allocated,) = world.framework.allocated
-        assert (allocated.shape, allocated.dtype) == ((10, block_bytes), "uint8")
-        assert (made.shape, made.dtype) == ((10, page, 1, token_bytes), "uint8")
-        assert made.strides == (block_bytes, token_bytes, token_bytes, 1)
-        launched = only_launch(world)
-        assert launched.pop("positional")[0].name == layout
-        assert launched == {
-            "kv_c": 0x1002,
-            "k_pe": 0x1002 + 2 * (columns - 64),
-            "slots": 0,
-            "slots_are_64bit": False,
-            "cache": allocated.ptr,
-            "kv_c_stride": 600,
-            "k_pe_stride": 600,
-            "source_block_stride": 99_999,
-            "block_stride": block_bytes,
-            "token_stride": 656 if layout == "v32" else 576,
-            "num_slots": 10 * page,
-            "tokens": 10 * page,
-            "page_block_size": page,
-            "sources_are_aligned": False,
-        }
-
-    @pytest.mark.parametrize("dtype", ("uint8", "int8", "float8_e4m3fn"))
-    def test_given(self, world: World, dtype: str) -> None:
-        arguments = quantize_arguments("model1")
-        arguments["out"] = arguments["out"].but(dtype=dtype, strides=(16 * 584 + 8, 584, 584, 1), ptr=0xA008)
-        assert rawmla.quantize_k_cache(**arguments) is arguments["out"]
-        launched = only_launch(world)
-        assert not world.framework.allocated
-        assert (launched["cache"], launched["block_stride"]) == (0xA008, 16 * 584 + 8)
-        assert launched["sources_are_aligned"]
-
-    def test_dequantize(self, world: World) -> None:
-        source = cache(MODEL1, 10, 9).but(strides=(9 * 584 + 32, 584, 584, 1))
-        made = rawmla.dequantize_k_cache(source, "model1")
-        assert (made.shape, made.dtype) == ((10, 9, 1, 512), "bfloat16")
-        launched = only_launch(world)
-        wanted = {"cache": 0xA000, "block_table": 0, "out": made.ptr, "out_stride": 512, "rows": 90, "b": 0}
-        wanted |= {"block_stride": 9 * 584 + 32, "token_stride": 576, "num_blocks": 10, "page_block_size": 9}
-        assert {name: launched[name] for name in wanted} == wanted
-
     def test_ml_dtypes_missing(self, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
         def empty(shape: tuple[int, ...], dtype: str, device: int) -> FakeArray:
             raise ImportError("No module named 'ml_dtypes'")
@@ -307,76 +256,7 @@ class TestQuantize:
             rawmla.dequantize_k_cache(**dequantize_arguments())
 
 
-class TestWrite:
-    @pytest.mark.parametrize(
-        ("kind", "name", "token_stride"),
-        [(V32, "v32", 656), (MODEL1, "model1", 576), (WIDE, "bf16 576", 1152), (NARROW, "bf16 512", 1024)],
-    )
-    def test_layout_is_inferred(
-        self, world: World, kind: tuple[str, int], name: str, token_stride: int
-    ) -> None:
-        arguments = write_arguments(kind)
-        assert rawmla.write_kv_cache(**arguments) is None
-        assert not world.framework.allocated
-        launched = only_launch(world)
-        assert launched.pop("positional")[0].name == name
-        assert launched == {
-            "kv_c": 0x1000,
-            "k_pe": 0x2000,
-            "slots": 0x3000,
-            "slots_are_64bit": True,
-            "cache": 0xA000,
-            "kv_c_stride": arguments["kv_c"].shape[1],
-            "k_pe_stride": 64,
-            "source_block_stride": 0,
-            "block_stride": 16 * kind[1] * (2 if kind[0] == "bfloat16" else 1),
-            "token_stride": token_stride,
-            "num_slots": 160,
-            "tokens": 33,
-            "page_block_size": 16,
-            "sources_are_aligned": True,
-        }
-
-    def test_strides(self, world: World) -> None:
-        arguments = write_arguments(WIDE)
-        change("kv_cache", strides=(1_000_000, 1160, 7, 1))(arguments)
-        change("kv_c", strides=(577, 1))(arguments)
-        change("k_pe", strides=(-64, 1))(arguments)
-        change("slot_mapping", dtype="int32")(arguments)
-        rawmla.write_kv_cache(**arguments)
-        launched = only_launch(world)
-        wanted = {"block_stride": 2_000_000, "token_stride": 2320, "kv_c_stride": 577, "k_pe_stride": -64}
-        wanted |= {"slots_are_64bit": False, "sources_are_aligned": False}
-        assert {name: launched[name] for name in wanted} == wanted
-
-
 class TestGather:
-    def test_launch(self, world: World) -> None:
-        arguments = gather_arguments(MODEL1)
-        change("block_table", strides=(40, 1))(arguments)
-        change("out", strides=(520, 1))(arguments)
-        assert rawmla.gather_kv_cache(**arguments) is None
-        launched = only_launch(world)
-        format, is_paged = launched.pop("positional")
-        assert format.name == "model1" and is_paged
-        assert launched == {
-            "cache": 0xA000,
-            "block_table": 0x2000,
-            "cache_seqlens": 0x3000,
-            "workspace_starts": 0x5000,
-            "seq_starts": 0x6000,
-            "out": 0x4000,
-            "table_stride": 40,
-            "out_stride": 520,
-            "block_stride": 16 * 584,
-            "token_stride": 576,
-            "b": 3,
-            "table_width": 7,
-            "num_blocks": 10,
-            "rows": 100,
-            "page_block_size": 16,
-        }
-
     def test_table_of_no_blocks(self, world: World) -> None:
         """Its address is 0; no token has a page, which is not the same as a cache without requests."""
         arguments = gather_arguments()
@@ -386,74 +266,14 @@ class TestGather:
         _, is_paged = launched["positional"]
         assert is_paged and (launched["block_table"], launched["table_width"]) == (0, 0)
 
-    def test_without_starts(self, world: World) -> None:
-        rawmla.gather_kv_cache(**gather_arguments() | {"seq_starts": None})
-        assert only_launch(world)["seq_starts"] == 0
-
 
 class TestConvert:
-    def test_launch(self, world: World) -> None:
-        arguments = convert_arguments()
-        change("indices", strides=(800, 300, 1))(arguments)
-        slots, counts = rawmla.convert_indices(**arguments)
-        assert slots is arguments["out"] and (counts.shape, counts.dtype) == ((5, 2), "int32")
-        assert only_launch(world) == {
-            "positional": (),
-            "indices": 0x1000,
-            "block_table": 0x2000,
-            "request_ids": 0x3000,
-            "out": 0x4000,
-            "counts": counts.ptr,
-            "indices_strides": (800, 300),
-            "out_strides": (200, 100),
-            "table_stride": 7,
-            "rows": 10,
-            "s_q": 2,
-            "topk": 100,
-            "num_requests": 6,
-            "table_width": 7,
-            "page_block_size": 64,
-        }
-
-    def test_two_dimensions(self, world: World) -> None:
-        indices = FakeArray((6, 100), strides=(128, 1), ptr=0x1000)
-        slots = rawmla.convert_indices(indices, FakeArray((6, 7)), 53)
-        assert (slots.shape, slots.dtype) == ((6, 100), "int32")
-        launched = only_launch(world)
-        wanted = {"indices_strides": (128, 0), "out_strides": (100, 100), "rows": 6, "s_q": 1}
-        wanted |= {"counts": 0, "request_ids": 0, "out": slots.ptr}
-        assert {name: launched[name] for name in wanted} == wanted
-
     def test_nothing_to_do(self, world: World) -> None:
         slots, counts = rawmla.convert_indices(FakeArray((6, 0)), FakeArray((6, 7)), 53, compact=True)
         assert slots.shape == (6, 0) and world.framework.filled == [(counts, 0)] and not world.around
 
 
 class TestMerge:
-    def test_launch(self, world: World) -> None:
-        arguments = merge_arguments()
-        part("lses", 1, strides=(24, 1, 8))(arguments)
-        out, lse = rawmla.merge_attn_states(**arguments)
-        assert out is arguments["out"] and (lse.shape, lse.dtype) == ((2, 8, 3), "float32")
-        launched = only_launch(world)
-        parts, merged, *dtypes = launched.pop("positional")
-        assert dtypes == ["bfloat16", "bfloat16"] and launched == {"n": 2, "s": 3, "h": 8}
-        assert [part.out for part in parts] == [0x1000, 0x1010, 0x1020]
-        assert [part.lse for part in parts] == [0x2000, 0x2004, 0x2008]
-        assert {part.out_strides for part in parts} == {(12288, 4096, 512)}
-        assert [part.lse_strides for part in parts] == [(24, 1, 3), (24, 8, 1), (24, 1, 3)]
-        assert merged == State(0x3000, lse.ptr, (12288, 4096, 512), (24, 1, 3))
-
-    def test_three_dimensions(self, world: World) -> None:
-        outs = [FakeArray((3, 8, 512), "float32", strides=(8192, 1024, 1)) for _ in range(2)]
-        out, lse = rawmla.merge_attn_states(outs, [FakeArray((3, 8), "float32") for _ in range(2)])
-        assert (out.shape, out.dtype, lse.shape) == ((3, 8, 512), "float32", (3, 8))
-        launched = only_launch(world)
-        parts, merged, *_ = launched.pop("positional")
-        assert launched == {"n": 1, "s": 3, "h": 8}
-        assert parts[1].out_strides == (0, 8192, 1024) and parts[1].lse_strides == (0, 8, 1)
-        assert merged.out_strides[1:] == (4096, 512) and merged.lse_strides[1:] == (8, 1)
-
     @pytest.mark.parametrize(("parts", "groups"), [(32, []), (33, [2]), (1025, [33, 2])])
     def test_many_parts(self, world: World, parts: int, groups: list[int]) -> None:
         """Each state in scratch is written once, before it is read, and none meets another."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import inspect
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -21,9 +20,7 @@ from calls.fakes import (
     H_KV,
     H_Q,
     K_STRIDES,
-    MAX_BLOCKS,
     NUM_BLOCKS,
-    OUT_SHAPE,
     PAGE,
     PARTS,
     S_Q,
@@ -39,14 +36,12 @@ from calls.fakes import (
     empty_plan_with,
     out_array,
     put,
-    q_pair,
     sparse_arguments,
 )
 from calls.refusals import Refusal, check_all_refused
 from rawmla.call import arrays, frameworks
 from rawmla.kernels import mla_dense_decode
-from rawmla.kernels import mla_metadata as metadata
-from rawmla.kernels.mla_sparse import NO_CACHE, Cache
+from rawmla.kernels.mla_sparse import Cache
 
 decode = rawmla.flash_mla_with_kvcache
 Make = Callable[[], Arguments]
@@ -66,18 +61,6 @@ def launch_of(world: World) -> Any:
     """The only launch of a decode call."""
     (launch,) = world.decodes + world.sparse
     return launch
-
-
-def test_signature() -> None:
-    parameters = inspect.signature(decode).parameters
-    assert [(name, p.default) for name, p in parameters.items()] == [
-        *[(name, inspect.Parameter.empty) for name in list(dense_arguments())[:6]],
-        *[("num_splits", None), ("softmax_scale", None), ("causal", False), ("is_fp8_kvcache", False)],
-        *[("indices", None), ("attn_sink", None), ("extra_k_cache", None)],
-        *[("extra_indices_in_kvcache", None), ("topk_length", None), ("extra_topk_length", None)],
-        *[("out", None), ("enable_batch_invariant", False)],
-    ]
-    assert {p.kind for p in parameters.values()} == {inspect.Parameter.POSITIONAL_OR_KEYWORD}
 
 
 # ---- what is refused
@@ -203,15 +186,6 @@ def test_largest_sizes(world: World, largest: Callable[[Arguments], None]) -> No
     assert len(world.decodes) == 1
 
 
-def test_all_sparse_arguments_without_indices_are_named(world: World) -> None:
-    """Before what else may be wrong."""
-    names = [name for name in full_sparse() if name.startswith(("attn_", "extra_", "topk_"))]
-    arguments = dense_arguments() | {name: FakeArray((B,)) for name in names} | {"q": None}
-    with pytest.raises(ValueError, match=r"^attn_sink, .*extra_topk_length: expected None without indices"):
-        decode(**arguments)
-    assert world.untouched
-
-
 def of_layout(layout: str, spoilt: Callable[[Arguments], None]) -> Callable[[Arguments], None]:
     """The same call over a cache of another layout, spoilt afterwards."""
     return both(lambda arguments: arguments.update(sparse_arguments(layout, extra=True)), spoilt)
@@ -316,161 +290,12 @@ def test_sparse_calls_that_are_refused(world: World) -> None:
 # ---- what launches get
 
 
-def test_every_field_of_a_dense_launch(world: World) -> None:
-    out, lse = decode(**dense_arguments(), softmax_scale=0.25, causal=True)
-    scratch = world.framework.allocated[2]
-    assert [(x.shape, x.dtype) for x in world.framework.allocated] == [
-        (OUT_SHAPE, "bfloat16"),
-        ((B, H_Q, S_Q), "float32"),
-        ((2 * PARTS * S_Q * H_Q * (512 * 2 + 3 * 4),), "uint8"),
-    ]
-    got = dict(vars(launch_of(world)))
-    assert got.pop("capturing")() is False
-    assert got == {
-        "device": 0,
-        "stream": 0x51,
-        "dtype": "bfloat16",
-        "b": B,
-        "s_q": S_Q,
-        "h_q": H_Q,
-        "h_kv": H_KV,
-        "d_qk": D_QK,
-        "page_block_size": PAGE,
-        "num_blocks": NUM_BLOCKS,
-        "q": 0x1000,
-        "q_rope": 0x1000 + 2 * 512,
-        "q_strides": (S_Q * H_Q * D_QK, H_Q * D_QK, D_QK),
-        "q_rope_strides": (S_Q * H_Q * D_QK, H_Q * D_QK, D_QK),
-        "k_cache": 0x2000,
-        "k_strides": (PAGE * H_KV * D_QK, H_KV * D_QK, D_QK),
-        "block_table": 0x3000,
-        "block_table_stride": MAX_BLOCKS,
-        "max_seqlen": MAX_BLOCKS * PAGE,
-        "cache_seqlens": 0x4000,
-        "sched_meta": 0x5000,
-        "num_parts": PARTS,
-        "num_splits": 0x6000,
-        "object_layout": False,
-        "batch_invariant": False,
-        "out": out.ptr,
-        "out_strides": (S_Q * H_Q * 512, H_Q * 512, 512),
-        "lse": lse.ptr,
-        "scratch": scratch.ptr,
-        "scratch_bytes": scratch.shape[0],
-        "softmax_scale": 0.25,
-        "causal": True,
-    }
-    assert not world.plans and not world.framework.copied
-
-
 CACHE = {
     "v32": Cache(PAGE, NUM_BLOCKS, PAGE * 656, 656, TOPK, S_Q * TOPK, TOPK),
     "model1": Cache(PAGE, NUM_BLOCKS, PAGE * 584, 576, TOPK, S_Q * TOPK, TOPK),
     "bf16 576": Cache(PAGE, NUM_BLOCKS, PAGE * 1152, 1152, TOPK, S_Q * TOPK, TOPK),
     "bf16 512": Cache(PAGE, NUM_BLOCKS, PAGE * 1024, 1024, TOPK, S_Q * TOPK, TOPK),
 }
-
-
-def extra_of(layout: str) -> Cache:
-    """The extra cache of `sparse_arguments(layout, extra=True)`."""
-    return CACHE[layout]._replace(
-        page_block_size=EXTRA_PAGE,
-        num_blocks=EXTRA_BLOCKS,
-        block_stride=CACHE[layout].block_stride // PAGE * EXTRA_PAGE,
-        topk=EXTRA_TOPK,
-        index_stride_b=S_Q * EXTRA_TOPK,
-        index_stride_s=EXTRA_TOPK,
-    )
-
-
-@pytest.mark.parametrize("layout", CACHE)
-def test_every_field_of_a_sparse_launch(world: World, layout: str) -> None:
-    arguments = sparse_arguments(layout, extra=True)
-    out, lse = decode(**arguments, softmax_scale=0.25)
-    scratch = world.framework.allocated[2]
-    assert [(x.shape, x.dtype) for x in world.framework.allocated] == [
-        (OUT_SHAPE, "bfloat16"),
-        ((B, H_Q, S_Q), "float32"),
-        ((2 * PARTS * S_Q * H_Q * (512 * 2 + 3 * 4),), "uint8"),
-    ]
-    got = dict(vars(launch_of(world)))
-    assert got.pop("capturing")() is False
-    d_qk = arguments["q"].shape[3]
-    assert got == {
-        "device": 0,
-        "stream": 0x51,
-        "format": layout.split()[0],
-        "d_qk": d_qk,
-        "load_bytes": 8 if layout == "model1" else 16,  # extra pages of 61 * 584 bytes
-        "b": B,
-        "s_q": S_Q,
-        "h_q": H_Q,
-        "cache": CACHE[layout],
-        "extra": extra_of(layout),
-        "q": 0x1000,
-        "q_rope": 0x1000 + 2 * (d_qk - 64),
-        "q_strides": (S_Q * H_Q * d_qk, H_Q * d_qk, d_qk),
-        "q_rope_strides": (S_Q * H_Q * d_qk, H_Q * d_qk, d_qk),
-        "k_cache": 0x2000,
-        "extra_k_cache": 0xB000,
-        "indices": 0x8000,
-        "extra_indices": 0xD000,
-        "topk_length": 0x9000,
-        "extra_topk_length": 0xE000,
-        "attn_sink": 0xA000,
-        "sched_meta": 0x5000,
-        "num_parts": PARTS,
-        "num_splits": 0x6000,
-        "object_layout": False,
-        "batch_invariant": False,
-        "out": out.ptr,
-        "out_strides": (S_Q * H_Q * 512, H_Q * 512, 512),
-        "lse": lse.ptr,
-        "scratch": scratch.ptr,
-        "scratch_bytes": scratch.shape[0],
-        "max_logits": 0,
-        "softmax_scale": 0.25,
-        "lse_factor": None,
-        "uniform": metadata.NOT_UNIFORM,
-        "group_tokens": 1,
-        "limited": False,
-        "selected": 0,
-    }
-    assert not world.plans and not world.framework.copied
-
-
-@pytest.mark.parametrize("layout", CACHE)
-def test_nothing_optional(world: World, layout: str) -> None:
-    decode(**sparse_arguments(layout))
-    args = launch_of(world)
-    assert (args.cache, args.extra, args.extra_k_cache, args.extra_indices) == (CACHE[layout], NO_CACHE, 0, 0)
-    assert (args.topk_length, args.extra_topk_length, args.attn_sink) == (0, 0, 0)
-    assert args.softmax_scale == args.d_qk**-0.5 and args.load_bytes == 16
-
-
-def test_positional(world: World) -> None:
-    """FlashMLA's order: num_splits, softmax_scale, causal, is_fp8_kvcache, indices, attn_sink, ..."""
-    decode(*dense_arguments().values(), 0.5, True)
-    assert (launch_of(world).softmax_scale, launch_of(world).causal) == (0.5, True)
-    world.begin_again()
-    given = full_sparse()
-    first = [given[name] for name in dense_arguments()]
-    names = ("indices", "attn_sink", *CACHES[1:], INDICES[1], "topk_length", "extra_topk_length")
-    decode(*first, 0.5, False, True, *[given[name] for name in names])
-    args = launch_of(world)
-    assert (args.softmax_scale, args.attn_sink) == (0.5, 0xA000)
-    assert (args.k_cache, args.extra_k_cache) == (0x2000, 0xB000)
-    assert (args.indices, args.extra_indices) == (0x8000, 0xD000)
-    assert (args.topk_length, args.extra_topk_length) == (0x9000, 0xE000)
-
-
-@pytest.mark.parametrize("d_qk", (576, 512))
-def test_default_scale(world: World, d_qk: int) -> None:
-    arguments = dense_arguments()
-    change("q", shape=(B, S_Q, H_Q, d_qk))(arguments)
-    change("k_cache", shape=(NUM_BLOCKS, PAGE, H_KV, d_qk))(arguments)
-    decode(**arguments)
-    assert launch_of(world).softmax_scale == d_qk**-0.5
 
 
 @both_kinds
@@ -481,13 +306,6 @@ def test_scalars_of_numpy(world: World, make: Make, scale: Any) -> None:
     args = launch_of(world)
     assert args.softmax_scale == float(scale) and type(args.softmax_scale) is float
     assert args.batch_invariant is True
-
-
-def test_causal_is_irrelevant_with_one_token(world: World) -> None:
-    arguments = dense_arguments()
-    change("q", shape=(B, 1, H_Q, D_QK))(arguments)
-    decode(**arguments, causal=True)
-    assert launch_of(world).causal is False
 
 
 def single_head(stride: int) -> Callable[[Arguments], None]:
@@ -590,105 +408,12 @@ def test_q_that_is_copied(world: World, make: Make, changes: Arguments) -> None:
     assert args.q_strides == args.q_rope_strides == (S_Q * H_Q * 576, H_Q * 576, 576)
 
 
-@both_kinds
-@pytest.mark.parametrize(
-    "strides",
-    (
-        (S_Q * 40 * 512, 40 * 512, 512, 1),  # 16 of 40 heads
-        (S_Q * H_Q * 1024, H_Q * 1024, 1024, 1),  # half of the columns
-        (512, B * 512, B * S_Q * 512, 1),  # heads outermost
-    ),
-    ids=("heads", "columns", "transposed"),
-)
-def test_out(world: World, make: Make, strides: tuple[int, ...]) -> None:
-    given = out_array(strides=strides)
-    out, lse = decode(**make(), out=given)
-    args = launch_of(world)
-    assert out is given and lse is world.framework.allocated[0]
-    assert (args.out, args.out_strides) == (0x7000, strides[:3])
-    assert [x.dtype for x in world.framework.allocated] == ["float32", "uint8"]
-
-
-def test_out_with_dimensions_of_size_one(world: World) -> None:
-    arguments = dense_arguments()
-    change("q", shape=(B, 1, H_Q, D_QK))(arguments)
-    decode(**arguments, out=out_array(shape=(B, 1, H_Q, 512), strides=(H_Q * 512, 0, 512, 1)))
-    assert launch_of(world).out_strides[1] == H_Q * 512
-
-
 def test_table_and_lengths_are_not_read_with_indices(world: World) -> None:
     decode(**sparse_arguments() | {"block_table": object(), "cache_seqlens": object()})
     assert len(world.sparse) == 1 and not {"block_table", "cache_seqlens"} & set(world.reads)
 
 
-@pytest.mark.parametrize(
-    ("topk", "extra_topk", "batch_invariant", "slots"),
-    (
-        (64, 0, False, 0),
-        (65, 0, False, 2 * PARTS),
-        (64, 1, False, 2 * PARTS),
-        (512, 0, True, 2 * PARTS),  # 8 blocks are one split
-        (16384, 0, True, 32 * B),
-        (64 * 9, 64 * 9, True, 2 * PARTS),  # 18 blocks, 3 splits a request
-        (64 * 9, 64 * 32, True, 6 * B),  # 41 blocks, 6 splits a request
-        (10**6, 0, True, 32 * B),
-    ),
-)
-def test_size_of_scratch(world: World, topk: int, extra_topk: int, batch_invariant: bool, slots: int) -> None:
-    arguments = sparse_arguments(extra=bool(extra_topk))
-    change("indices", shape=(B, S_Q, topk))(arguments)
-    if extra_topk:
-        change("extra_indices_in_kvcache", shape=(B, S_Q, extra_topk))(arguments)
-    decode(**arguments, enable_batch_invariant=batch_invariant)
-    args = launch_of(world)
-    assert args.scratch_bytes == slots * S_Q * H_Q * (512 * 2 + 3 * 4)
-    sizes = [x.shape[0] for x in world.framework.allocated if x.dtype == "uint8"]
-    assert sizes == ([args.scratch_bytes] if slots else []) and bool(args.scratch) is bool(slots)
-
-
 # ---- what is remembered
-
-
-DIFFERENCES = [
-    (put("softmax_scale", 0.125), "softmax_scale"),
-    (put("enable_batch_invariant", True), "batch_invariant"),
-    (put("out", out_array(strides=(10**6, 10**5, 1024, 1))), "out_strides"),
-    (put("q", q_pair((B, S_Q, H_Q, D_QK))), "q_rope"),
-    (change("tile_scheduler_metadata", shape=(PARTS + 1, 8)), "num_parts"),
-    (empty_plan_with(), "object_layout"),
-]
-DENSE_DIFFERENCES = [
-    *DIFFERENCES,
-    (put("causal", True), "causal"),
-    (change("block_table", shape=(B, MAX_BLOCKS + 1)), "max_seqlen"),
-]
-SPARSE_DIFFERENCES = [
-    *DIFFERENCES,
-    (of_layout("bf16 576", put("block_table", None)), "format"),
-    (change("k_cache", shape=(NUM_BLOCKS + 1, PAGE, 1, 656)), "cache"),
-    (change("k_cache", ptr=0x2008), "load_bytes"),
-    (change("extra_k_cache", strides=(61 * 672, 656, 656, 1)), "extra"),
-    (put("topk_length", None), "topk_length"),
-    (put("attn_sink", None), "attn_sink"),
-]
-
-
-@pytest.mark.parametrize(
-    ("make", "apply", "field"),
-    [
-        *[(dense_arguments, *difference) for difference in DENSE_DIFFERENCES],
-        *[(full_sparse, *difference) for difference in SPARSE_DIFFERENCES],
-    ],
-)
-def test_what_differs_is_not_mistaken(
-    world: World, make: Make, apply: Callable[[Arguments], None], field: str
-) -> None:
-    arguments = make()
-    apply(arguments)
-    for given in (make(), arguments, make()):
-        decode(**given)
-    first, second, third = (getattr(args, field) for args in world.decodes + world.sparse)
-    assert first == third != second
 
 
 BATCH = ("block_table", "cache_seqlens", "tile_scheduler_metadata", "num_splits")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +12,7 @@ import pytest
 import rawmla
 from calls.fakes import Arguments, FakeArray, FakeFramework, World, both, change, contiguous, put
 from calls.refusals import Refusal, check_refused, each, shapes
-from rawmla.kernels.mha_forward import NO_BOUND, MhaForwardAddresses, MhaForwardCall
+from rawmla.kernels.mha_forward import NO_BOUND, MhaForwardCall
 
 B, TOTAL_Q, TOTAL_K, H_Q, H_KV, D_QK, D_V = 3, 40, 56, 8, 2, 128, 64
 S_Q, S_K = 5, 7
@@ -246,61 +245,7 @@ def test_refused_with_a_packed_kv(world: World, refusal: Refusal) -> None:
     check_refused(world, function, lambda: packed_kv(56, 2, 2, 128), refusal)
 
 
-def test_missing_starts_after_requests_of_one_length(world: World) -> None:
-    """The kinds of arrays are known from another function."""
-    rawmla.flash_attn_func(**fixed())
-    with pytest.raises(TypeError, match="^cu_seqlens_q: expected a torch tensor"):
-        rawmla.flash_attn_varlen_func(**fixed(), max_seqlen_q=S_Q, max_seqlen_k=S_K)
-    assert len(world.mha) == 1
-
-
-def test_unknown_keywords(world: World) -> None:
-    for name in ("q_descale", "qv", "page_table", "num_splits", "pack_gqa", "return_attn_probs"):
-        for function, arguments in ((call, (plain(),)), (rawmla.flash_attn_func, [*fixed().values()])):
-            with pytest.raises(TypeError, match=name):
-                function(*arguments, **{name: None})
-    assert world.untouched
-
-
 # ---- launches
-
-
-def test_every_field(world: World) -> None:
-    more = {"softmax_scale": 0.25, "causal": True, "deterministic": True, "softcap": 30.0}
-    out, lse = call(optional(), window_size=(7, 9), **more)
-    allocated = world.framework.allocated
-    assert [out, lse] == allocated[:2]
-    assert [(x.shape, x.dtype, x.strides) for x in allocated] == [
-        (OUT, "bfloat16", (512, 64, 1)),
-        ((TOTAL_Q, H_Q), "float32", (1, TOTAL_Q)),
-        ((48,), "uint8", None),
-    ]
-    (launch,) = world.mha
-    assert launch.call == EXPECTED._replace(
-        softmax_scale=0.25,
-        window_left=7,
-        window_right=0,
-        softcap=30.0,
-        sink_dtype="float32",
-        has_alibi=True,
-        alibi_stride_b=H_Q,
-    )
-    assert launch.addresses == MhaForwardAddresses(
-        q=0x1000,
-        k=0x2000,
-        v=0x3000,
-        out=out.ptr,
-        lse=lse.ptr,
-        cu_seqlens_q=0x4000,
-        cu_seqlens_k=0x4800,
-        seqused_q=0x5000,
-        seqused_k=0x5800,
-        attn_sink=0x6000,
-        alibi_slopes=0x6800,
-    )
-    assert (launch.stream, launch.scratch) == (0x51, allocated[2].ptr)
-    assert launch.prepared.capturing() is False
-    assert not world.framework.copied and not world.framework.filled
 
 
 def test_nothing_optional(world: World) -> None:
@@ -364,20 +309,6 @@ def test_second_name_of_the_sink(world: World) -> None:
             function(**arguments, attn_sink=sink, learnable_sink=sink)
 
 
-@pytest.mark.parametrize("function", ("func", "qkvpacked_func", "kvpacked_func"))
-def test_the_same_options_everywhere(function: str) -> None:
-    """Names, order and defaults after the arrays and lengths."""
-    found = inspect.signature(getattr(rawmla, f"flash_attn_varlen_{function}")).parameters
-    names = [name for name in found if name not in [*ALIASES.values()][:4]]
-    assert names[names.index("dropout_p") :] == [
-        *("dropout_p", "softmax_scale", "causal", "deterministic", "is_varlen"),
-        *("window_size", "softcap", "attn_sink", "alibi_slopes", "attention_chunk"),
-        *("seqused_q", "seqused_k", "out", "learnable_sink"),
-    ]
-    assert found["window_size"].default == (-1, -1) and found["is_varlen"].default is True
-    assert found["window_size"].kind is inspect.Parameter.KEYWORD_ONLY
-
-
 @pytest.mark.parametrize(
     ("window", "causal", "left", "right"),
     (
@@ -397,29 +328,9 @@ def test_windows(world: World, window: Any, causal: bool, left: int, right: int)
     assert type(launched.window_left) is type(launched.window_right) is int
 
 
-def test_numpy_scalars(world: World) -> None:
-    lengths = {"max_seqlen_q": np.int32(20), "max_seqlen_k": np.int64(30)}
-    zeros = {"dropout_p": np.float32(0), "softcap": np.float64(0.0), "attention_chunk": np.int64(0)}
-    call(plain() | lengths | zeros, softmax_scale=np.float32(0.5), causal=np.True_)
-    assert world.mha[0].call == EXPECTED._replace(softmax_scale=0.5, window_right=0)
-    assert type(world.mha[0].call.max_seqlen_q) is int
-
-
 def test_lengths_beyond_the_arrays(world: World) -> None:
     call(plain(), max_seqlen_q=2**31 - 1, max_seqlen_k=10**12)
     assert world.mha[0].call == EXPECTED._replace(max_seqlen_q=TOTAL_Q, max_seqlen_k=TOTAL_K)
-
-
-def test_float16(world: World) -> None:
-    out, _ = call({n: x.but(dtype="float16") if n in "qkv" else x for n, x in plain().items()})
-    assert world.mha[0].call == EXPECTED._replace(dtype="float16") and out.dtype == "float16"
-
-
-def test_slopes(world: World) -> None:
-    for shape, strides, stride_b in (((H_Q,), None, 0), ((B, H_Q), (0, 1), 0), ((B, H_Q), (50, 1), 50)):
-        call(plain(), alibi_slopes=FakeArray(shape, "float32", strides))
-        launched = world.mha[-1].call
-        assert (launched.has_alibi, launched.alibi_stride_b) == (True, stride_b)
 
 
 # ---- `is_varlen=False`
@@ -473,23 +384,6 @@ def test_a_promise_that_cannot_be_used(world: World, more: Arguments) -> None:
 
 
 # ---- layouts
-
-
-@pytest.mark.parametrize(
-    ("strides", "out_strides"),
-    (
-        ((1024, 128, 1), (512, 64, 1)),
-        ((3072, 128, 1), (512, 64, 1)),  # a slice of a packed projection
-        ((128, 40 * 128, 1), (64, 40 * 64, 1)),  # heads outermost
-        ((0, 128, 1), (512, 64, 1)),  # broadcast: no order follows
-        ((8, 136, 1), (64, 40 * 64, 1)),  # rows may overlap in what is read
-    ),
-)
-def test_strides_of_q(world: World, strides: Any, out_strides: Any) -> None:
-    out, _ = call(plain() | {"q": plain()["q"].but(strides=strides)})
-    launched = world.mha[0].call
-    assert launched.q_strides == (0, *strides[:-1]) and not world.framework.copied
-    assert out.strides == out_strides and launched.out_strides == (0, *out_strides[:-1])
 
 
 @pytest.mark.parametrize("axes", ((0, 2, 1), (2, 1, 0), (1, 0, 2)))
@@ -577,65 +471,7 @@ def test_dimensions_of_one_element(world: World) -> None:
     assert (launched.k_strides[1], launched.v_strides[1]) == (24, 8)
 
 
-@pytest.mark.parametrize("strides", ((512, 64, 1), (64, 40 * 64, 1), (8192, 72, 1)), ids=str)
-def test_given_out(world: World, strides: Any) -> None:
-    out = FakeArray(OUT, "bfloat16", strides, ptr=0x7000)
-    result, lse = call(plain(), out=out)
-    assert result is out and world.mha[0].addresses.out == 0x7000
-    assert world.mha[0].call.out_strides == (0, *strides[:-1])
-    assert [x.shape for x in world.framework.allocated] == [(TOTAL_Q, H_Q), (48,)]
-    assert lse is world.framework.allocated[0]
-    batched = FakeArray((B, S_Q, H_Q, D_V), "bfloat16", (4 * S_Q * 1024, 1024, 128, 1), ptr=0x7000)
-    result, _ = rawmla.flash_attn_func(**fixed(), out=batched)
-    assert result is batched and world.mha[1].call.out_strides == (4 * S_Q * 1024, 1024, 128)
-
-
 # ---- packed arrays
-
-
-def of_parts(strides: tuple[int, ...], **more: Any) -> MhaForwardCall:
-    """The launch of a packed qkv with these strides of parts."""
-    same = {"h_kv": H_Q, "max_seqlen_k": 20, "total_k": TOTAL_Q}
-    return EXPECTED._replace(q_strides=strides, k_strides=strides, v_strides=strides, **same, **more)
-
-
-def test_qkv_of_flash_mla(world: World) -> None:
-    arguments = packed_qkv(TOTAL_Q, H_Q, 2 * D_QK + D_V)
-    out, lse = rawmla.flash_attn_varlen_qkvpacked_func(**arguments, head_dim_qk=D_QK, causal=True)
-    (launch,) = world.mha
-    assert launch.call == of_parts((0, H_Q * 320, 320), window_right=0)
-    assert launch.addresses[:3] == (0x1000, 0x1000 + 2 * 128, 0x1000 + 2 * 256)
-    assert launch.addresses[5:7] == (0x4000, 0x4000)
-    assert (out.shape, out.strides) == (OUT, (512, 64, 1)) and lse.shape == out.shape[:2]
-
-
-def test_qkv_of_flash_attention(world: World) -> None:
-    arguments = packed_qkv(TOTAL_Q, 3, H_Q, D_V)
-    rawmla.flash_attn_varlen_qkvpacked_func(**arguments, softmax_scale=0.5, window_size=(4, 2))
-    (launch,) = world.mha
-    more = {"d_qk": D_V, "softmax_scale": 0.5, "window_left": 4, "window_right": 2}
-    assert launch.call == of_parts((0, 3 * H_Q * D_V, D_V), **more)
-    part = 2 * H_Q * D_V
-    assert launch.addresses[:3] == (0x1000, 0x1000 + part, 0x1000 + 2 * part)
-
-
-def test_kv_of_flash_mla(world: World) -> None:
-    q, *lengths, kv = packed_kv(TOTAL_K, H_KV, D_QK + D_V).values()
-    rawmla.flash_attn_varlen_kvpacked_func(q, kv, *lengths, D_QK, 0.0, 0.25, True)
-    (launch,) = world.mha
-    strides = (0, H_KV * 192, 192)
-    expected = EXPECTED._replace(k_strides=strides, v_strides=strides, softmax_scale=0.25, window_right=0)
-    assert launch.call == expected
-    assert launch.addresses[:3] == (0x1000, 0x2000, 0x2000 + 2 * 128)
-
-
-def test_kv_of_flash_attention(world: World) -> None:
-    rawmla.flash_attn_varlen_kvpacked_func(**packed_kv(TOTAL_K, 2, H_KV, D_QK))
-    (launch,) = world.mha
-    strides = (0, 2 * H_KV * D_QK, D_QK)
-    expected = EXPECTED._replace(d_v=D_QK, k_strides=strides, v_strides=strides, out_strides=(0, 1024, 128))
-    assert launch.call == expected
-    assert launch.addresses[:3] == (0x1000, 0x2000, 0x2000 + 2 * H_KV * D_QK)
 
 
 def test_parts_that_are_copied(world: World) -> None:
@@ -673,15 +509,6 @@ def test_no_queries(world: World, spoil: Callable[[Arguments], None], given: boo
     assert not world.mha and not world.framework.filled
 
 
-@pytest.mark.parametrize(("b", "s_q"), ((0, S_Q), (B, 0)))
-def test_no_queries_of_one_length(world: World, b: int, s_q: int) -> None:
-    arguments = fixed()
-    shapes(q=(b, s_q, H_Q, D_QK), k=(b, S_K, H_KV, D_QK), v=(b, S_K, H_KV, D_V))(arguments)
-    out, lse = rawmla.flash_attn_func(**arguments)
-    assert (out.shape, lse.shape) == ((b, s_q, H_Q, D_V), (b, H_Q, s_q))
-    assert not world.mha and not world.framework.filled
-
-
 def test_no_keys(world: World) -> None:
     """The kernel writes the results, and no row that is of no request."""
     arguments = with_out() | {"max_seqlen_k": 0}
@@ -705,36 +532,3 @@ def prepared(launches: list[Any]) -> list[int]:
     """Which of the launches were prepared, as the number of the first one with the same preparation."""
     made = [launch.prepared for launch in launches]
     return [made.index(one) for one in made]
-
-
-@pytest.mark.parametrize(
-    "changed",
-    (
-        {"softmax_scale": 0.5},
-        {"causal": True},
-        {"window_size": (3, -1)},
-        {"softcap": 1.5},
-        {"max_seqlen_q": 19},
-        {"max_seqlen_k": 29},
-        {"attn_sink": FakeArray((H_Q,), "float32")},
-        {"alibi_slopes": FakeArray((H_Q,), "float32")},
-        {"out": FakeArray(OUT, "bfloat16", (1024, 128, 1))},
-    ),
-    ids=lambda changed: next(iter(changed)),
-)
-def test_other_options(world: World, changed: Arguments) -> None:
-    for arguments in (plain(), plain() | changed, plain()):
-        call(arguments)
-    assert prepared(world.mha) == [0, 1, 0]
-    assert world.mha[0].call == world.mha[2].call == EXPECTED != world.mha[1].call or "out" in changed
-
-
-def test_warmup_of_packed_arrays(world: World) -> None:
-    """Nothing is allocated, copied or launched."""
-    for function, arguments in (
-        (rawmla.flash_attn_varlen_qkvpacked_func, packed_qkv(TOTAL_Q, H_Q, 59) | {"head_dim_qk": 20}),
-        (rawmla.flash_attn_varlen_kvpacked_func, packed_kv(TOTAL_K, 2, H_KV, D_QK)),
-    ):
-        rawmla.warmup_call(function, **arguments)
-    assert [launch.stream for launch in world.mha] == [rawmla.jit.NO_LAUNCH] * 2
-    assert not world.framework.allocated and not world.framework.copied

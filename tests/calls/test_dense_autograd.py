@@ -161,32 +161,6 @@ def test_packed_gradients_off_16_bytes(launches: Launches, form: str) -> None:
     assert_gradients(case, leaves)
 
 
-def test_sink_that_is_a_parameter_and_learnable_sink(launches: Launches) -> None:
-    sink = torch.nn.Parameter(torch.linspace(-1, 1, H).bfloat16())
-    case = Case("fixed")
-    case.call(case.leaves, learnable_sink=sink)[0].sum().backward()
-    assert sink.grad.dtype == torch.bfloat16 and bool((sink.grad == DSINK).all())
-
-
-@pytest.mark.parametrize("form", ("fixed", "varlen"))
-def test_results_are_stored_as_without_a_graph(launches: Launches, form: str) -> None:
-    case = Case(form)
-    for one, other in zip(case.call(case.fresh()), case.call(case.leaves), strict=True):
-        assert one.stride() == other.stride() and torch.equal(one, other)
-        assert one.requires_grad and not other.requires_grad
-    assert launches.forward[0].call == launches.forward[1].call
-
-
-def test_gradients_of_any_strides(launches: Launches) -> None:
-    """A sum gives a gradient with strides of 0, a transpose one of lse in another order."""
-    case = Case("varlen")
-    out, lse = case.call(case.fresh())
-    weights = torch.arange(lse.numel()).view(lse.T.shape).float()
-    (out.sum() + (lse.T * weights).sum()).backward()
-    (backward,) = launches.backward
-    assert bool((backward.dout == 1).all()) and torch.equal(backward.dlse, weights.T)
-
-
 def test_gradients_with_the_negative_bit(launches: Launches) -> None:
     """Autograd hands over what the imaginary part of a conjugate is: memory with the other sign."""
     case = Case("varlen")
@@ -309,18 +283,3 @@ def test_refused_before_a_launch(
             case.call({**case.fresh(), **changes})
         assert caught.value.__context__ is None, "the text of another error comes first"
     assert not launches.forward
-
-
-def test_slopes_that_need_a_gradient_alone(launches: Launches) -> None:
-    case = Case("fixed")
-    with pytest.raises(ValueError, match="^alibi_slopes: expected a tensor that needs no gradient here"):
-        case.call(case.leaves, alibi_slopes=SLOPES)
-
-
-def test_functions_that_have_a_backward_are_named(launches: Launches) -> None:
-    """In the error of those that have none."""
-    kv = torch.zeros(9, 1, 576, dtype=torch.bfloat16, requires_grad=True)
-    rows = torch.zeros(2, 1, 64, dtype=torch.int32)
-    for text in (" of flash_attn_func, flash_attn_va", " score_mod reads, of flex_attention"):
-        with pytest.raises(ValueError, match=f"^kv: expected .* no gradient .*{text}"):
-            rawmla.flash_mla_sparse_fwd(torch.zeros(2, 64, 576, dtype=torch.bfloat16), kv, rows, 0.1)

@@ -98,13 +98,6 @@ def test_refused_with_one_length(world: World, refusal: Refusal) -> None:
     check_refused(world, rawmla.flash_attn_backward, fixed, refusal)
 
 
-@pytest.mark.parametrize("name", ("dropout_p", "attention_chunk", "out_given", "page_table"))
-def test_unknown_keywords(world: World, name: str) -> None:
-    with pytest.raises(TypeError, match=name):
-        call(plain(), **{name: 0})
-    assert world.untouched
-
-
 def test_second_names(world: World) -> None:
     """The same call under the names of FlashMLA and FlashAttention; not under both."""
     call(optional())
@@ -167,71 +160,11 @@ def test_plain(world: World) -> None:
     assert forward.prepared(world.mha_backward) == [0, 0]
 
 
-def test_every_field(world: World) -> None:
-    """Given gradients are returned, and nothing but dsink and scratch is made; every array is read once."""
-    arguments = optional()
-    options = {"causal": True, "window_size": (9, None), "softcap": 15.0, "softmax_scale": 0.25}
-    got = call(arguments, **options, is_varlen=False)
-    dsink, scratch = world.framework.allocated
-    assert all(one is arguments[name] for one, name in zip(got, RESULTS, strict=False))
-    assert len(got) == 4 and got[3] is dsink
-    assert dsink.shape == (H_Q,) and dsink.dtype == "float32"
-    launch = world.mha_backward[-1]
-    assert launch.call == EXPECTED._replace(
-        dlse_strides=(0, H_Q, 1),
-        softmax_scale=0.25,
-        window_left=9,
-        window_right=0,
-        softcap=15.0,
-        alibi_stride_b=H_Q,
-        has_alibi=True,
-        sink_dtype="float32",
-        has_dlse=True,
-        needs=Needs(True, True, True, True),
-    )
-    used = {"seqused_q": 0x5000, "seqused_k": 0x5800, "alibi_slopes": 0x6800, "attn_sink": 0x6000}
-    results = {"dlse": 0x8804, "dq": 0x9000, "dk": 0x9800, "dv": 0xA000, "dsink": dsink.ptr}
-    assert launch.addresses == PLAIN_ADDRESSES._replace(**used, **results)
-    assert launch.scratch == scratch.ptr
-    assert sorted(world.reads) == sorted(name for name, x in arguments.items() if isinstance(x, FakeArray))
-
-
 def test_dsink_has_the_dtype_of_the_sink(world: World) -> None:
     for dtype in ("float32", "bfloat16", "float16", "float64"):
         got = call(plain(), attn_sink=FakeArray((H_Q,), dtype, ptr=0x6000))
         assert got[3].dtype == dtype and got[3].shape == (H_Q,)
         assert world.mha_backward[-1].call.sink_dtype == dtype
-
-
-def test_one_length(world: World) -> None:
-    """lse and dlse are [b, h_q, s_q] there, of any strides."""
-    dlse = FakeArray((B, H_Q, S_Q), "float32", strides=(1, B, 0), ptr=0x8808)
-    got = rawmla.flash_attn_backward(**fixed(), dlse=dlse)
-    assert [x.shape for x in got] == [(B, S_Q, H_Q, D_QK), (B, S_K, H_KV, D_QK), (B, S_K, H_KV, D_V)]
-    launch = world.mha_backward[-1]
-    found = launch.call._asdict()
-    known = forward.FIXED._asdict()
-    assert all(found[name] == known[name] for name in of_forward if name != "lse_strides")
-    for name, like in (("dout", "out"), ("dq", "q"), ("dk", "k"), ("dv", "v")):
-        assert found[f"{name}_strides"] == known[f"{like}_strides"]
-    assert launch.call.lse_strides == (H_Q * S_Q, 1, S_Q)
-    assert launch.call.dlse_strides == (1, 0, B) and launch.call.has_dlse
-    assert launch.addresses[10:] == (0,) * 7
-
-
-@pytest.mark.parametrize(("d_qk", "d_v"), ((192, 128), (1, 256), (255, 1)))
-def test_head_dimensions(world: World, d_qk: int, d_v: int) -> None:
-    arguments = plain()
-    wide = {"q": (*Q[:2], d_qk), "k": (*K[:2], d_qk), "v": (*K[:2], d_v)}
-    shapes(**wide, dout=(*Q[:2], d_v), out=(*Q[:2], d_v))(arguments)
-    assert [x.shape[-1] for x in call(arguments)] == [d_qk, d_qk, d_v]
-    launched = world.mha_backward[-1].call
-    assert (launched.d_qk, launched.d_v) == (d_qk, d_v)
-
-
-def test_lengths_beyond_the_arrays(world: World) -> None:
-    call(plain(), max_seqlen_q=10**9, max_seqlen_k=10**9)
-    assert world.mha_backward[-1].call == EXPECTED._replace(max_seqlen_q=TOTAL_Q, max_seqlen_k=TOTAL_K)
 
 
 def test_gradients_follow_the_order_of_strides(world: World) -> None:
@@ -245,35 +178,6 @@ def test_gradients_follow_the_order_of_strides(world: World) -> None:
     assert launched.dq_strides == (0, D_QK, TOTAL_Q * D_QK) == launched.q_strides
     assert launched.k_strides == (0, 0, 0) and launched.dk_strides == (0, H_KV * D_QK, D_QK)
     assert world.framework.copied == []
-
-
-@pytest.mark.parametrize("given", RESULTS)
-def test_one_gradient_given(world: World, given: str) -> None:
-    """In strides of its own."""
-    shape = SHAPES[given]
-    target = FakeArray(shape, "bfloat16", strides=(2 * shape[1] * 192, 192, 1), ptr=0x9000)
-    got = call(plain(), **{given: target})
-    fresh = iter(world.framework.allocated)
-    launch = world.mha_backward[-1]
-    for name, one in zip(RESULTS, got, strict=True):
-        assert one is (target if name == given else next(fresh))
-        assert getattr(launch.addresses, name) == one.ptr
-    assert getattr(launch.call, f"{given}_strides") == (0, 2 * shape[1] * 192, 192)
-
-
-@pytest.mark.parametrize("name", ("q", "k", "v", "dout", "out"))
-def test_copied(world: World, name: str) -> None:
-    """Once, with strides that kernels walk, and the copy's address is what they get."""
-    token, head, _ = contiguous(plain()[name].shape)
-    layouts = [{"ptr": 0x7008}, *[{"strides": x} for x in ((2 * token, 2 * head, 2), (-token, head, 1))]]
-    for count, changes in enumerate(layouts, 1):
-        arguments = plain()
-        change(name, **changes)(arguments)
-        call(arguments)
-        assert world.framework.copied[-1] is arguments[name] and len(world.framework.copied) == count
-        launch = world.mha_backward[-1]
-        assert getattr(launch.addresses, name) == forward.COPY + 0x1000 * count
-        assert getattr(launch.call, f"{name}_strides") == (0, token, head)
 
 
 NOTHING: dict[str, Callable[[Arguments], Any]] = {

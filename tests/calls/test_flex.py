@@ -18,7 +18,7 @@ from calls.test_dense import COPY, prepared
 from rawmla.flex.block_mask import _unset_mask
 from rawmla.flex.header import HEADER_NAME
 from rawmla.kernels.block_mask import BlockLists
-from rawmla.kernels.mha_forward import MhaForwardAddresses, MhaForwardCall, ModAddresses, Mods
+from rawmla.kernels.mha_forward import MhaForwardCall, Mods
 
 B, HQ, HKV, L, S, E, EV = 2, 8, 2, 300, 500, 128, 64
 Q, K, V, OUT = (B, HQ, L, E), (B, HKV, S, E), (B, HKV, S, EV), (B, HQ, L, EV)
@@ -209,21 +209,6 @@ def test_refused(world: World, refusal: Refusal) -> None:
     check_refused(world, rawmla.flex_attention, optional, refusal)
 
 
-def test_streams_are_looked_at_in_every_call(world: World) -> None:
-    """Lists and captured arrays of another framework are welcome while both have the same stream."""
-    other = FakeFramework("other")
-    for spoil in (change_list("kv_indices", framework=other), capture(framework=other)):
-        for _ in range(2):
-            other.stream = 0x51
-            arguments = optional()
-            spoil(arguments)
-            call(arguments)
-            other.stream = 0x99
-            with pytest.raises(ValueError, match="expected a fake array, as query is, .* got a other array"):
-                call(arguments)
-    assert len(world.flex) == 4
-
-
 @pytest.mark.parametrize("layout", ("strided", "jagged"))
 @pytest.mark.parametrize("name", ("query", "key", "value"))
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
@@ -305,44 +290,12 @@ def headers(world: World) -> set[Any]:
     return {launch.call.mods.header for launch in world.flex}
 
 
-def test_every_field(world: World) -> None:
-    aux = rawmla.AuxRequest(lse=True, max_scores=True)
-    out, (lse, max_scores) = call(optional() | {"out": None}, return_aux=aux, deterministic=True)
-    allocated = world.framework.allocated
-    assert [out, lse, max_scores] == allocated[:3]
-    assert [(x.shape, x.dtype, x.strides) for x in allocated] == [
-        (OUT, "bfloat16", contiguous(OUT)),
-        ((B, HQ, L), "float32", None),
-        ((B, HQ, L), "float32", None),
-        ((16,), "uint8", None),
-    ]
-    launch = only(world)
-    mods = {"lists": EXPECTED_LISTS, "has_score_mod": True, "score_mod_bytes": 40, "max_scores": True}
-    assert launch.call == changed(EXPECTED, mods, softmax_scale=0.25)
-    assert launch.addresses == MhaForwardAddresses(q=0x1000, k=0x2000, v=0x3000, out=out.ptr, lse=lse.ptr)
-    assert launch.more == ModAddresses(max_scores.ptr, 0x4000, 0x5000, 0x6000, 0x7000, states=0)
-    assert launch.score_mod == struct.pack("<Q2q2if4x", 0x9000, 7, 1, HQ, 7, 0.5)
-    assert launch.mask_mod == bytes(8)
-    assert "score * slope + bias(h, q_idx)" in launch.text and "q_idx >= kv_idx" in launch.text
-    assert (launch.stream, launch.scratch) == (0x51, allocated[3].ptr)
-    assert launch.prepared.capturing() is False
-    assert not world.framework.copied and not world.framework.filled and not world.enqueued
-
-
 def test_nothing_optional(world: World) -> None:
     out = call(plain())
     assert out is world.framework.allocated[0] and len(world.framework.allocated) == 2
     launch = only(world)
     assert launch.call == EXPECTED and launch.addresses.lse == 0 and launch.more == (0,) * 6
     assert launch.text.count("kIsThere = false") == 2
-
-
-def test_positional(world: World) -> None:
-    q, k, v, _ = plain().values()
-    out, lse = rawmla.flex_attention(q, k, v, "2 * score", None, 0.5, True, True, {"BLOCK_M": 64})
-    launch = only(world)
-    assert launch.call == changed(EXPECTED, {"has_score_mod": True}, softmax_scale=0.5)
-    assert launch.addresses[3:5] == (out.ptr, lse.ptr)
 
 
 def test_results(world: World) -> None:
@@ -359,15 +312,6 @@ def test_results(world: World) -> None:
         (lse.ptr, 0),
         (aux.lse.ptr, aux.max_scores.ptr),
     ]
-
-
-def test_given_out(world: World) -> None:
-    out = FakeArray(OUT, "bfloat16", (HQ * L * 72, L * 72, 72, 1), ptr=0x8000)
-    assert call(plain(), out=out) is out
-    launch = only(world)
-    assert launch.call == EXPECTED._replace(out_strides=(HQ * L * 72, 72, L * 72))
-    assert launch.addresses.out == 0x8000
-    assert [x.dtype for x in world.framework.allocated] == ["uint8"]
 
 
 def test_options_change_nothing(world: World) -> None:
@@ -413,35 +357,6 @@ def test_order_of_the_dimensions(world: World) -> None:
     assert not world.framework.copied
 
 
-def test_broadcast_dimensions(world: World) -> None:
-    arguments = plain()
-    change("query", strides=(0, 0, E, 1))(arguments)
-    change("key", strides=(S * E, 0, E, 1))(arguments)
-    out = call(arguments)
-    assert out.strides == contiguous(OUT)
-    expected = EXPECTED._replace(q_strides=(0, E, 0), k_strides=(S * E, E, 0))
-    assert only(world).call == expected and not world.framework.copied
-
-
-def test_one_batch_of_keys(world: World) -> None:
-    for batches in (B, 1, 4):
-        arguments = plain()
-        shapes(query=(batches, *Q[1:]), key=(1, *K[1:]), value=(1, *V[1:]))(arguments)
-        call(arguments)
-        launched = world.flex[-1].call
-        assert (launched.b, launched.k_batches) == (batches, 1)
-
-
-def test_equal_heads_need_no_gqa(world: World) -> None:
-    call(plain() | {"enable_gqa": False, "query": FakeArray((B, HKV, L, E), "bfloat16")})
-    assert only(world).call == EXPECTED._replace(
-        h_q=HKV,
-        q_strides=by_token(B, HKV, L, E),
-        out_strides=by_token(B, HKV, L, EV),
-        lse_strides=(HKV * L, L),
-    )
-
-
 @pytest.mark.parametrize(
     ("name", "changes"),
     (
@@ -482,35 +397,6 @@ def test_fp8_becomes_the_dtype_of_query(world: World, monkeypatch: pytest.Monkey
     change("query", dtype="float16", ptr=0x1002)(arguments)
     call(arguments)
     assert made[1:] == [("query", None), ("key", "float16")]  # the copy of query has its dtype
-
-
-def test_rows_that_are_no_multiple_of_8(world: World) -> None:
-    """They are copied to padded rows, which fresh results have too."""
-    arguments = plain()
-    shapes(query=(*Q[:3], 17), key=(*K[:3], 17), value=(*V[:3], 10))(arguments)
-    out = call(arguments)
-    assert out.strides == (HQ * L * 16, L * 16, 16, 1)
-    launch = only(world)
-    assert launch.call == EXPECTED._replace(
-        d_qk=17,
-        d_v=10,
-        softmax_scale=17**-0.5,
-        q_strides=by_token(*Q[:3], 24),
-        k_strides=by_token(*K[:3], 24),
-        v_strides=by_token(*V[:3], 16),
-        out_strides=by_token(*OUT[:3], 16),
-    )
-    assert len(world.framework.copied) == 3
-
-
-@pytest.mark.parametrize(("b", "tokens"), ((B, 0), (0, L)))
-def test_no_queries(world: World, b: int, tokens: int) -> None:
-    """Results of no elements, and no launch."""
-    arguments = plain() | {"score_mod": "2 * score"}
-    shapes(query=(b, HQ, tokens, E), key=(b, *K[1:]), value=(b, *V[1:]))(arguments)
-    out, aux = call(arguments, return_aux=rawmla.AuxRequest(lse=True, max_scores=True))
-    assert [x.shape for x in (out, *aux)] == [(b, HQ, tokens, EV), *[(b, HQ, tokens)] * 2]
-    assert len(world.framework.allocated) == 3 and not world.flex and not world.loaded
 
 
 def test_no_keys(world: World) -> None:

@@ -20,7 +20,7 @@ from rawmla.flex.block_lists import LISTS, Q_LISTS
 from rawmla.flex.block_mask import with_columns
 
 torch = pytest.importorskip("torch")
-from calls.constants import DK, DQ, DV, FIRST_CAPTURE, LSE, MAX_SCORES, OUT, Launches, at, installed  # noqa: E402
+from calls.constants import DK, DQ, DV, FIRST_CAPTURE, LSE, MAX_SCORES, OUT, Launches, installed  # noqa: E402
 from calls.test_dense_autograd import deterministic as deterministic  # noqa: E402
 from rawmla.flex import autograd  # noqa: E402
 
@@ -102,16 +102,6 @@ def assert_gradients(launches: Launches, leaves: dict[str, Any]) -> None:
             assert bool((x.grad == written[name]).all()), name
 
 
-def lists_at(launch: Any, lines: int) -> list[Any]:
-    """The lists of a launch, each copied from its address."""
-    lists, found = launch.call.mods.lists, []
-    for i, (counts, indices) in enumerate(zip(launch.lists[::2], launch.lists[1::2], strict=True)):
-        shape = (lists.batches, lists.heads, lines)
-        found.append(at(counts, "int32", shape, lists.counts_strides[i]))
-        found.append(at(indices, "int32", (*shape, lists.columns[i]), (*lists.lists_strides[i], 1)))
-    return [x.clone() for x in found if x is not None]
-
-
 # ---- gradients
 
 
@@ -181,47 +171,6 @@ def test_captured_tensors_of_other_kinds(launches: Launches) -> None:
     assert not out.requires_grad and not aux.lse.requires_grad and not aux.max_scores.requires_grad
 
 
-def test_captured_tensors_of_an_explicit_backward(launches: Launches) -> None:
-    """Those that require grad are in its result; None where nothing depends on one."""
-    leaves = leaves_of(())
-    used, cut = (torch.randn(L, requires_grad=True) for _ in range(2))
-    out, lse = plain(leaves, return_lse=True)
-    arrays = (out, *[leaves[name] for name in SHAPES], out, lse)
-    *_, captured = rawmla.flex_attention_backward(
-        *arrays, lambda s, b, h, q, k: s + used[q] + cut[q].detach(), enable_gqa=True
-    )
-    assert captured.keys() == {"used", "cut"} and captured["cut"] is None
-    assert bool((captured["used"] == FIRST_CAPTURE).all())
-
-
-def test_a_result_that_does_not_depend_on_the_score(launches: Launches) -> None:
-    leaves = leaves_of()
-    call(leaves, score_mod=lambda s, b, h, q, k: leaves["table"][h, q - k + S] * 1.0).sum().backward()
-    assert bool((leaves["table"].grad == FIRST_CAPTURE).all())
-
-
-def test_one_tensor_for_several_arguments(launches: Launches) -> None:
-    x = torch.randn(B, H, L, E).half().requires_grad_()
-    rawmla.flex_attention(x, x, x).sum().backward()
-    assert bool((x.grad == DQ + DK + DV).all())
-
-
-def test_a_parameter_of_a_module(launches: Launches) -> None:
-    """A method as a score function, and hooks, as modules have them."""
-
-    class Bias(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = torch.nn.Parameter(TABLE.float())
-
-        def score(self, s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
-            return s + self.table[h, q - k + S]
-
-    bias, leaves = Bias(), leaves_of(())
-    call(leaves, score_mod=bias.score).sum().backward()
-    assert bool((bias.table.grad == FIRST_CAPTURE).all())
-
-
 @pytest.mark.parametrize("lacking", (("q", "full_q"), ("full_q",)))
 def test_lists_by_columns_are_made_in_the_backward(launches: Launches, lacking: tuple[str, ...]) -> None:
     """The backward walks what came with a mask that had them."""
@@ -278,18 +227,6 @@ def test_results_are_those_without_a_graph(launches: Launches) -> None:
     _, aux = call(leaves, return_aux=rawmla.AuxRequest(max_scores=True))
     assert aux.lse is None and not aux.max_scores.requires_grad
     assert len({launch.call.mods.header for launch in launches.forward}) == 1
-
-
-@pytest.mark.parametrize("context", (torch.no_grad, torch.inference_mode, None))
-def test_without_gradients_no_graph_is_looked_for(
-    launches: Launches, monkeypatch: pytest.MonkeyPatch, context: Any
-) -> None:
-    monkeypatch.setattr(autograd, "attention", lambda *args: pytest.fail("a graph was made"))
-    if context is None:
-        assert not call(leaves_of(())).requires_grad
-    else:
-        with context():
-            assert not call(leaves_of()).requires_grad
 
 
 @pytest.mark.parametrize("name", ("query", "key", "value", "table"))

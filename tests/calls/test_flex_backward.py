@@ -11,30 +11,21 @@ import rawmla
 from calls import test_flex as forward
 from calls.fakes import Q_LISTS, Arguments, FakeArray, World, both, change, put
 from calls.refusals import Refusal, check_refused, each, shapes
-from calls.test_dense import COPY, prepared
 from calls.test_flex import (
     COLUMNS,
     HQ,
     OUT,
     ROWS,
     B,
-    E,
-    K,
     L,
     Q,
     S,
-    V,
-    by_token,
     change_list,
     set_mask,
     table,
 )
-from calls.test_flex_lists import check_recut, of_128, steps
+from calls.test_flex_lists import check_recut, of_128
 from rawmla.jit import NO_LAUNCH
-from rawmla.kernels.block_mask import BlockLists
-from rawmla.kernels.flex_captured import CapturedGradient
-from rawmla.kernels.mha_backward import BackwardAddresses, BackwardCall, BackwardMods
-from rawmla.kernels.mha_backward_variants import ALL
 
 ROWS_SHAPE = (B, HQ, L)
 GRAD = "grad * slope"
@@ -132,99 +123,11 @@ def test_refused(world: World, refusal: Refusal) -> None:
 # ---- launches
 
 
-def test_every_field(world: World) -> None:
-    dq, dk, dv, captured = call(optional(), deterministic=True)
-    *results, bias, scratch = world.framework.allocated
-    assert results == [dq, dk, dv] and captured == {"bias": bias}
-    assert [(x.shape, x.dtype) for x in results] == [(shape, "bfloat16") for shape in (Q, K, V)]
-    assert (bias.shape, bias.dtype, bias.strides) == ((HQ, 7), "float32", None)
-    launch = only(world)
-    assert launch.stream == 0x51 and launch.scratch == scratch.ptr and launch.captured == [bias.ptr]
-    assert scratch.shape == (256,)
-    inputs = {"q": 0x1000, "k": 0x2000, "v": 0x3000, "out": 0xB000, "dout": 0xA000}
-    gradients = {"lse": 0xD004, "dlse": 0xE004, "dq": dq.ptr, "dk": dk.ptr, "dv": dv.ptr}
-    assert launch.addresses == BackwardAddresses(**inputs, **gradients)
-    assert launch.lists == [0x4000, 0x5000, 0x6000, 0x7000]
-    header = launch.call.mods.header
-    found = forward.EXPECTED._asdict()
-    of_forward = {name: x for name, x in found.items() if name in BackwardCall._fields}
-    lists = steps(1, 1, COLUMNS, ROWS)[:3]
-    mods = BackwardMods(
-        header=header,
-        has_score_mod=True,
-        score_mod_bytes=48,
-        mask_mod_bytes=8,
-        lists=BlockLists((steps(1, 1, COLUMNS),) * 2, (lists,) * 2, (ROWS, ROWS), 1, 1, 128, 128),
-        captured=(CapturedGradient(HQ * 7, "float32"),),
-        sites=1,
-        scattered=False,
-    )
-    assert launch.call == BackwardCall(
-        **of_forward | {"lse_strides": by_token(*ROWS_SHAPE), "softmax_scale": 0.25, "mods": mods},
-        dout_strides=by_token(*OUT),
-        dlse_strides=by_token(*ROWS_SHAPE),
-        dq_strides=by_token(*Q),
-        dk_strides=by_token(*K),
-        dv_strides=by_token(*V),
-        deterministic=True,
-        needs=ALL,
-    )
-    assert "q_idx >= kv_idx" in header[1] and GRAD in header[1]
-    assert launch.score_mod[-8:] == bytes(8)  # where gradients are is not known yet
-
-
-def test_nothing_optional(world: World) -> None:
-    dq, dk, dv, captured = call(plain())
-    launch = only(world)
-    assert captured == {} and launch.captured == []
-    assert launch.lists == [0, 0, 0, 0] and launch.addresses.dlse == 0
-    assert launch.call.mods.lists is None and launch.call.dlse_strides == (0, 0, 0)
-    assert not launch.call.mods.has_score_mod and not launch.call.deterministic
-    assert launch.call.softmax_scale == E**-0.5
-    assert launch.call.mods.sites == 0 and not launch.call.mods.scattered
-    assert "kIsThere = false" in launch.call.mods.header[1]
-
-
-def test_positional(world: World) -> None:
-    given = optional()
-    names = ("grad_out", "query", "key", "value", "out", "lse", "score_mod", "block_mask", "scale")
-    rawmla.flex_attention_backward(*[given[name] for name in names], True, grad_lse=given["grad_lse"])
-    call(given)
-    first, second = world.flex_backward
-    assert first.call == second.call and first.addresses[:7] == second.addresses[:7]
-
-
 def test_determinism_of_the_framework(world: World) -> None:
     world.framework.determinism = lambda: True
     call(plain())
     call(plain(), deterministic=False)
     assert [launch.call.deterministic for launch in world.flex_backward] == [True, False]
-
-
-@pytest.mark.parametrize("name", ("query", "key", "value", "grad_out", "out"))
-def test_copied(world: World, name: str) -> None:
-    """Arrays that kernels cannot walk are; lse is read in any strides."""
-    arguments = plain()
-    change(name, ptr=arguments[name].ptr + 2)(arguments)
-    change("lse", strides=(3, 7, 11))(arguments)
-    call(arguments)
-    launch = only(world)
-    field = {"query": "q", "key": "k", "value": "v", "grad_out": "dout", "out": "out"}[name]
-    assert getattr(launch.addresses, field) == COPY + 0x1000
-    assert world.framework.copied == [arguments[name]]
-    assert launch.call.lse_strides == (3, 11, 7)
-
-
-def test_layouts_of_gradients(world: World) -> None:
-    """Shapes of the inputs, in the order of their strides; dense for a broadcast array."""
-    order = (L * HQ * E, E, HQ * E, 1)
-    key, value = (FakeArray((1, *shape[1:]), "bfloat16", ptr=0x2000) for shape in (K, V))
-    dq, dk, dv, _ = call(plain(), query=plain()["query"].but(strides=order), key=key, value=value)
-    launched = world.flex_backward[-1].call
-    assert dq.strides == order and launched.dq_strides == (L * HQ * E, HQ * E, E)
-    assert (dk.shape, dv.shape, launched.k_batches) == ((1, *K[1:]), (1, *V[1:]), 1)
-    _, dk, *_ = call(plain(), key=plain()["key"].but(strides=(0, S * E, E, 1)))
-    assert dk.shape == K and dk.strides[0] > 0
 
 
 @pytest.mark.parametrize("name", ("query", "key"))
@@ -241,16 +144,6 @@ def test_nothing_to_attend(world: World, name: str) -> None:
 
 
 # ---- captured arrays
-
-
-def test_captured_gradients(world: World) -> None:
-    """In the arrays' dtypes; other numbers and arrays need no other kernel."""
-    for dtype in ("float32", "float64", "bfloat16"):
-        *_, captured = call(plain(), score_mod=score_mod(dtype=dtype))
-        assert captured["bias"].dtype == dtype
-    call(plain(), score_mod=score_mod(ptr=0x99000, dtype="bfloat16"))
-    assert len({launch.call.mods.header for launch in world.flex_backward}) == 3
-    assert prepared(world.flex_backward) == [0, 1, 2, 2]
 
 
 @pytest.mark.parametrize(
@@ -326,13 +219,6 @@ class TestKnownLists:
             call(plain(), block_mask=mask)
 
 
-def test_other_integers_are_converted(world: World) -> None:
-    mask = mask_of()
-    mask.q_indices = mask.q_indices.but(dtype="int64")
-    call(plain(), block_mask=mask)
-    assert only(world).lists == [0x4000, COPY + 0x1000, 0x6000, 0x7000]
-
-
 @pytest.mark.parametrize("size", (64, 96, 32))
 @pytest.mark.parametrize("leading", ((1, 1), (B, 4)), ids=str)
 def test_other_blocks(world: World, size: int, leading: tuple[int, int]) -> None:
@@ -346,19 +232,6 @@ def test_other_blocks(world: World, size: int, leading: tuple[int, int]) -> None
     # The mask function finds the states of a column of blocks one after the other.
     words = [int.from_bytes(launch.mask_mod[i : i + 8], "little") for i in range(0, 40, 8)]
     assert words == [clear.address, leading[1] * rows * columns, rows * columns, 1, rows]
-
-
-@pytest.mark.parametrize("size", ((64, 128), (192, 256), (128, 2**20), (2**20, 128)), ids=str)
-def test_blocks_that_are_walked(world: World, size: tuple[int, int]) -> None:
-    arguments = plain() | {"block_mask": mask_of()}
-    set_mask("BLOCK_SIZE", size)(arguments)
-    for counts, lists in (Q_LISTS[:2], Q_LISTS[2:]):
-        change_list(counts, shape=(1, 1, 8))(arguments)
-        change_list(lists, shape=(1, 1, 8, 8))(arguments)
-    call(arguments)
-    assert not world.enqueued
-    lists = only(world).call.mods.lists
-    assert (lists.block_q, lists.block_k) == (min(size[0], 384), min(size[1], 512))
 
 
 # ---- warm-up

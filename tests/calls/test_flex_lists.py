@@ -188,20 +188,6 @@ def test_expanded_and_narrow_lists(world: World) -> None:
     assert found.columns == (COLUMNS, 2) and not world.framework.copied
 
 
-def test_lists_without_columns(world: World) -> None:
-    """Such an array may have no address; and the pair of full blocks may be missing."""
-    mask = mask_of()
-    mask.kv_indices = mask.kv_indices.but(shape=(1, 1, ROWS, 0), ptr=0)
-    assert lists_of(world, mask).columns == (0, COLUMNS)
-    found = lists_of(world, mask_of(full=False))
-    assert found.lists_strides == ((0, 0, COLUMNS), (0, 0, 0)) and found.columns == (COLUMNS, 0)
-    assert [launch.more[1:] for launch in world.flex] == [
-        (0x4000, 0, 0x6000, 0x7000, 0),
-        (0x4000, 0x5000, 0, 0, 0),
-    ]
-    assert lists_of(world, mask_of(rows=9, columns=20)).columns == (20, 20)
-
-
 @pytest.mark.parametrize("dtype", ("int64", "int16", "uint8"))
 def test_other_integers_are_converted(world: World, dtype: str) -> None:
     mask = mask_of(B, HQ)
@@ -251,22 +237,6 @@ def test_torchs_mask(world: World) -> None:
         call(plain(), block_mask=theirs)
         launch = only(world)
         assert launch.call.mods.lists == EXPECTED_LISTS and launch.text.count("kIsThere = true") == asked
-
-
-@pytest.mark.parametrize(
-    ("size", "walked"),
-    (
-        ((256, 128), (256, 128)),
-        ((128, 384), (128, 384)),
-        ((2**20, 2**30), (384, 512)),
-        ((304, 1024), (304, 512)),
-    ),
-)
-def test_large_blocks(world: World, size: tuple[int, int], walked: tuple[int, int]) -> None:
-    """They are walked as they are, and cut at the blocks that cover all tokens."""
-    mask = mask_of(rows=-(-L // size[0]), columns=-(-S // size[1]), BLOCK_SIZE=size)
-    found = lists_of(world, mask)
-    assert (found.block_q, found.block_k) == walked and not world.enqueued
 
 
 @pytest.mark.parametrize("d", (256, 224))
@@ -401,14 +371,6 @@ def test_other_blocks_without_full_lists_and_function(world: World) -> None:
     assert 0 not in launch.more[1:]
     assert "return block_state == 2;\nreturn true;" in launch.text
     assert set(world.loaded) == {mask_kernels.LISTS_SPEC, mask_kernels.SCATTER_SPEC}
-
-
-def test_other_blocks_of_converted_lists(world: World) -> None:
-    mask = mask_of(**SMALL)
-    mask.kv_indices = mask.kv_indices.but(dtype="int64")
-    call(plain(), block_mask=mask)
-    scatter = read_struct(mask_kernels.SCATTER_PARAMS, world.enqueued[1].params)
-    assert scatter["kv_indices"] == COPY + 0x1000 and scatter["lists_strides"][:3] == (0, 0, 16)
 
 
 def test_kernels_are_loaded_before_anything_is_made(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

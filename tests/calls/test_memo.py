@@ -17,6 +17,7 @@ from calls.suite import (
     facts,
     flat,
     known_kinds,
+    parameters_of,
     run,
     stand_in,
     tensors_of,
@@ -50,8 +51,17 @@ def test_layers_share_what_is_known(world: World, operation: Operation) -> None:
             assert x.ptr + MOVED in launched and x.ptr not in launched, name
 
 
+OPTIONS: dict[str, tuple[Any, ...]] = {
+    "bool": (True, False),
+    "float": (0.5,),
+    "float | None": (0.125,),
+    "int": (3,),
+}
+"""Values that options are given, by their annotation."""
+
+
 def others(operation: Operation) -> Iterator[tuple[str, Arguments]]:
-    """Calls that differ in what a launch depends on."""
+    """Calls that differ in an argument, or in all."""
     given = all_arguments(operation)
     for case in operation.cases[1:]:
         yield case.id, all_arguments(operation, case)
@@ -60,22 +70,37 @@ def others(operation: Operation) -> Iterator[tuple[str, Arguments]]:
         for kind in kinds:
             other = stand_in(strided(tensor, kind)[0])
             yield f"{name} {kind}", {**given, name: change_last(given[name], lambda x, other=other: other)}
+    for option in parameters_of(operation):
+        for value in OPTIONS.get(str(option.annotation), ()):
+            yield f"{option.name} {value}", {**given, option.name: value}
+        if option.default is None:
+            yield f"{option.name} None", {**given, option.name: None}
 
 
 @each_operation
 def test_what_differs_is_not_mistaken(
     world: World, operation: Operation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A call launches the same before and after another one. Few calls are remembered."""
+    """A call launches, or refuses, the same when another one is known as when none is. Few are remembered."""
     monkeypatch.setattr(memo, "MAX_ENTRIES", 2)
 
-    def launched(arguments: Arguments) -> list[Arguments]:
+    def outcome(arguments: Arguments) -> Any:
         world.begin_again()
-        run(operation, arguments)
+        try:
+            run(operation, arguments)
+        except (TypeError, ValueError, NotImplementedError) as error:
+            assert world.untouched
+            return str(error)
         assert max(map(len, memo._shared)) <= 2
         return facts(world)
 
-    first = launched(all_arguments(operation))
+    given = all_arguments(operation)
+    first, differ = outcome(given), 0
     for text, arguments in others(operation):
-        assert launched(arguments) != first, text
-        assert launched(all_arguments(operation)) == first, text
+        after_another = outcome(arguments)
+        assert outcome(given) == first, text
+        memo.clear_all()
+        assert outcome(arguments) == after_another, text
+        assert outcome(given) == first, text
+        differ += after_another != first
+    assert differ

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -104,16 +103,6 @@ def plan_without_config() -> Any:
 
 
 each_class = pytest.mark.parametrize("plan_class", (rawmla.FlashMLASchedMeta, VllmPlan))
-
-
-def test_signatures() -> None:
-    parameters = inspect.signature(rawmla.get_mla_metadata).parameters.values()
-    assert [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD] == [
-        *["cache_seqlens", "num_q_tokens_per_head_k", "num_heads_k"],
-        *["num_heads_q", "is_fp8_kvcache", "topk"],
-    ]
-    fields = [field.name for field in dataclasses.fields(rawmla.FlashMLASchedMeta)]
-    assert fields[:4] == ["have_initialized", "config", "tile_scheduler_metadata", "num_splits"]
 
 
 # ---- objects that calls fill
@@ -244,18 +233,6 @@ def test_filled_for_another_call(
     with pytest.raises(ValueError, match=expected):
         decode(**arguments)
     assert len(launches(world)) == 1 and len(world.framework.allocated) == made
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    (("is_fp8_kvcache", True), ("topk", 64), ("extra_page_block_size", 2), ("extra_topk", 64)),
-)
-def test_plan_of_a_sparse_call(world: World, field: str, value: Any) -> None:
-    plan = rawmla.FlashMLASchedMeta()
-    decode(**with_plan(dense_arguments, plan))
-    setattr(plan.config, field, value)
-    with pytest.raises(ValueError, match=rf"expected a plan for {field} = .* {field} = {value};"):
-        decode(**with_plan(dense_arguments, plan))
 
 
 @each_class
@@ -441,11 +418,6 @@ def test_tensors(world: World, topk: int | None) -> None:
 def test_rows_do_not_depend_on_the_head_count(world: World, num_heads_q: int | None) -> None:
     rows, _ = rawmla.get_mla_metadata(LENGTHS, 16, 2, num_heads_q)
     assert rows.shape[0] == metadata.num_sm_parts(SM_COUNT, 1, 32, 2)
-
-
-def test_old_keyword(world: World) -> None:
-    rawmla.get_mla_metadata(LENGTHS, num_heads_per_head_k=128, num_heads_k=1)
-    assert len(world.plans) == 1
 
 
 @pytest.mark.parametrize("topk", (None, TOPK))

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 
 import rawmla
@@ -23,14 +21,12 @@ from calls.fakes import (
     World,
     change,
     prefill_arguments,
-    put,
-    q_pair,
 )
 from calls.fakes import PREFILL_S_Q as S_Q
 from calls.refusals import Refusal, check_all_refused
 from rawmla.kernels import mla_metadata as metadata
 from rawmla.kernels import mla_sparse_prefill as sparse_prefill
-from rawmla.kernels.mla_sparse import NO_CACHE, Cache
+from rawmla.kernels.mla_sparse import Cache
 
 prefill = rawmla.flash_mla_sparse_fwd
 OUT_SHAPE = (S_Q, H_Q, 512)
@@ -109,114 +105,6 @@ CACHE = {
 }
 
 
-@pytest.mark.parametrize("layout", CACHE)
-def test_every_field(world: World, layout: str) -> None:
-    arguments = full(layout)
-    out, max_logits, lse = prefill(**arguments)
-    allocated = world.framework.allocated
-    assert [(x.shape, x.dtype) for x in allocated] == [
-        (OUT_SHAPE, "bfloat16"),
-        ((S_Q, H_Q), "float32"),
-        ((S_Q, H_Q), "float32"),
-        ((PLAN_BYTES + SPLIT_BYTES,), "uint8"),
-    ]
-    assert [out, max_logits, lse] == allocated[:3]
-    scratch = allocated[3].ptr
-    (plan,) = world.plans
-    assert plan.pop("capturing")() is False
-    assert plan == {
-        "device": 0,
-        "stream": 0x51,
-        "tokens": metadata.TokenCounts(0x9000, 0, TOPK, 0),
-        "b": S_Q,
-        "num_parts": SM_COUNT,
-        "sched_meta": scratch,
-        "num_splits": scratch + 32 * SM_COUNT,
-        "splits_length": S_Q + 1,
-        "object_layout": True,
-        "batch_invariant": False,
-    }
-    (args,) = world.sparse
-    got = dict(vars(args))
-    assert got.pop("capturing")() is False
-    d_qk = arguments["q"].shape[2]
-    assert got == {
-        "device": 0,
-        "stream": 0x51,
-        "format": layout.split()[0],
-        "d_qk": d_qk,
-        "load_bytes": 16,
-        "b": S_Q,
-        "s_q": 1,
-        "h_q": H_Q,
-        "cache": CACHE[layout],
-        "extra": NO_CACHE,
-        "q": 0x1000,
-        "q_rope": 0x1000 + 2 * (d_qk - 64),
-        "q_strides": (H_Q * d_qk, 0, d_qk),
-        "q_rope_strides": (H_Q * d_qk, 0, d_qk),
-        "k_cache": 0x2000,
-        "extra_k_cache": 0,
-        "indices": 0x8000,
-        "extra_indices": 0,
-        "topk_length": 0x9000,
-        "extra_topk_length": 0,
-        "attn_sink": 0xA000,
-        "sched_meta": scratch,
-        "num_parts": SM_COUNT,
-        "num_splits": scratch + 32 * SM_COUNT,
-        "object_layout": True,
-        "batch_invariant": False,
-        "out": out.ptr,
-        "out_strides": (H_Q * 512, 0, 512),
-        "max_logits": max_logits.ptr,
-        "lse": lse.ptr,
-        "scratch": scratch + PLAN_BYTES,
-        "scratch_bytes": SPLIT_BYTES,
-        "softmax_scale": 0.25,
-        "lse_factor": 1.0,
-        "uniform": metadata.NOT_UNIFORM,
-        "group_tokens": 1,
-        "limited": True,
-        "selected": 0,
-    }
-    assert not world.framework.copied
-
-
-@pytest.mark.parametrize("layout", CACHE)
-def test_nothing_optional(world: World, layout: str) -> None:
-    """The plan of uniform lengths is known without a launch."""
-    prefill(**prefill_arguments(layout))
-    (args,) = world.sparse
-    assert (args.cache, args.attn_sink) == (CACHE[layout], 0)
-    assert (args.topk_length, args.extra_topk_length) == (0, 0)
-    assert args.uniform == metadata.uniform_plan(S_Q, -(-TOPK // 64), SM_COUNT)
-    assert not world.plans
-
-
-def test_positional(world: World) -> None:
-    """FlashMLA's order: sm_scale, d_v, attn_sink, topk_length."""
-    given = full()
-    first = [given[name] for name in ("q", "kv", "indices", "sm_scale")]
-    prefill(*first, 512, given["attn_sink"], given["topk_length"])
-    (args,) = world.sparse
-    assert (args.softmax_scale, args.attn_sink) == (0.25, 0xA000)
-    assert (args.topk_length, args.extra_topk_length) == (0x9000, 0)
-
-
-def test_base_of_the_logarithms(world: World) -> None:
-    for base in ("2", "e", "2"):
-        prefill(**prefill_arguments(), log_base=base)
-    assert [args.lse_factor for args in world.sparse] == [1.0, math.log(2), 1.0]
-
-
-def test_scalars_of_numpy(world: World) -> None:
-    options = {"d_v": np.int64(512), "is_fp8_kvcache": np.True_, "sm_scale": np.float32(0.5)}
-    prefill(**prefill_arguments("v32") | options)
-    (args,) = world.sparse
-    assert args.softmax_scale == 0.5 and type(args.softmax_scale) is float and args.format == "v32"
-
-
 @pytest.mark.parametrize(
     ("layout", "apply", "field", "value"),
     (
@@ -281,16 +169,6 @@ def test_one_block_is_never_split(world: World, limited: bool) -> None:
     assert scratch == ([(PLAN_BYTES,)] if limited else [])
 
 
-@pytest.mark.parametrize("strides", ((40 * 512, 512, 1), (512, S_Q * 512, 1)), ids=("heads", "swapped"))
-def test_out(world: World, strides: tuple[int, ...]) -> None:
-    given = out_array(strides=strides)
-    out, max_logits, lse = prefill(**prefill_arguments(), out=given)
-    (args,) = world.sparse
-    assert out is given and (args.out, args.out_strides) == (0x7000, (strides[0], 0, strides[1]))
-    assert [x.shape for x in world.framework.allocated[:2]] == [(S_Q, H_Q)] * 2
-    assert [max_logits, lse] == world.framework.allocated[:2]
-
-
 @pytest.mark.parametrize(
     ("s_q", "sizes"),
     (
@@ -337,29 +215,6 @@ def test_chunks_share_their_scratch(world: World, monkeypatch: pytest.MonkeyPatc
         assert (args.sched_meta, args.num_splits, args.scratch) == (scratch.ptr, splits, split_scratch)
         assert (plan["sched_meta"], plan["num_splits"]) == (scratch.ptr, splits)
         assert plan["splits_length"] == plan["b"] + 1
-
-
-@pytest.mark.parametrize(
-    ("apply", "field"),
-    [
-        (lambda arguments: arguments.update(full("v32")), "format"),
-        (put("q", q_pair((S_Q, H_Q, 576))), "q_rope"),
-        (change("kv", shape=(S_KV + 1, 1, 576)), "cache"),
-        (put("topk_length", None), "topk_length"),
-        (put("attn_sink", None), "attn_sink"),
-        (put("sm_scale", 0.125), "softmax_scale"),
-        (put("log_base", "e"), "lse_factor"),
-        (put("enable_batch_invariant", True), "batch_invariant"),
-        (put("out", out_array(strides=(10**5, 1024, 1))), "out_strides"),
-    ],
-)
-def test_what_differs_is_not_mistaken(world: World, apply: Callable[[Arguments], None], field: str) -> None:
-    arguments = full()
-    apply(arguments)
-    for given in (full(), arguments, full()):
-        prefill(**given)
-    first, second, third = (getattr(args, field) for args in world.sparse)
-    assert first == third != second
 
 
 @pytest.mark.parametrize("limited", (False, True), ids=("all", "topk_length"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +13,7 @@ import rawmla
 from calls import test_dense as dense
 from calls.fakes import Arguments, FakeArray, World, both, change, contiguous, put
 from calls.refusals import Refusal, check_refused, each, shapes
-from calls.test_dense import COPY, UNWALKED, prepared
+from calls.test_dense import COPY, prepared
 from rawmla import jit
 from rawmla.kernels.mha_forward import NO_BOUND, MhaForwardAddresses, MhaForwardCall
 from rawmla.kernels.paged_cache import PagedCache
@@ -256,13 +255,6 @@ def test_refused_with_arrays_of_16_bits(world: World, refusal: Refusal) -> None:
     check_refused(world, rawmla.context_attention_fwd, plain, refusal)
 
 
-def test_unknown_keywords(world: World) -> None:
-    for name in ("softcap", "logits_soft_cap", "out", "window_size"):
-        with pytest.raises(TypeError, match=name):
-            call(plain(), **{name: None})
-    assert world.untouched
-
-
 # ---- launches
 
 
@@ -275,29 +267,6 @@ def test_plain(world: World) -> None:
     assert launch.prepared.capturing() is False
     made = world.framework
     assert not (made.allocated or made.copied or made.filled)
-
-
-def test_every_field(world: World) -> None:
-    arguments = fp8() | {DTYPE_NAME: "fp8_e5m2", "max_seq_len": 10**12, "sm_scale": 0.25, "sliding_window": 5}
-    change("b_loc", dtype="int64", strides=(100, 1))(arguments)
-    call(arguments, skip_decode=True, is_block_table_ptr=True, interleaved_v_pack_factor=8)
-    (launch,) = world.prefix
-    table = {"table_stride": 100, "table_bytes": 8, "table_has_pointers": True}
-    cache = {"dtype": "e5m2", "skip_decode": True, "v_pack": 8, **table}
-    assert launch.call == changed(FP8, cache, softmax_scale=0.25, window_left=4)
-    assert launch.addresses == ADDRESSES
-
-
-def test_positional(world: World) -> None:
-    """vLLM's order, as the reference has it."""
-    made = fp8()
-    optional = (made["alibi_slopes"], 9, 0.5, True, made["fp8_out_scale"], made["sinks"], False, 4, True)
-    rawmla.context_attention_fwd(*[*made.values()][:14], *optional)
-    cache = {"skip_decode": True, "v_pack": 4}
-    assert world.prefix[0].call == changed(FP8, cache, softmax_scale=0.5, window_left=8)
-    assert world.prefix[0].addresses == ADDRESSES
-    ours, reference = rawmla.context_attention_fwd, rawmla.reference.context_attention_fwd
-    assert inspect.signature(ours) == inspect.signature(reference)
 
 
 def test_scratch(world: World) -> None:
@@ -373,12 +342,6 @@ def test_scales(world: World) -> None:
     assert type(launch.call.cache.v_scale) is type(launch.call.cache.out_scale) is float
 
 
-def test_fp8_results_of_a_plain_cache(world: World) -> None:
-    for dtype in ("float8_e4m3fn", "uint8", "int8"):
-        call(plain() | {"fp8_out_scale": 0.5, "o": FakeArray(Q, dtype)})
-        assert world.prefix[-1].call == changed(EXPECTED, {"out_fp8": True, "out_scale": 0.5})
-
-
 @pytest.mark.parametrize(
     ("block_size", "pack", "v_pack"), ((16, 1, 1), (16, 8, 8), (16, 16, 0), (1, 1, 0), (544, 32, 32))
 )
@@ -393,42 +356,7 @@ def test_interleaved_v(world: World, block_size: int, pack: int, v_pack: int) ->
     assert world.prefix[0].call == changed(EXPECTED, cache)
 
 
-def test_numpy_scalars(world: World) -> None:
-    lengths = {"max_input_len": np.int32(20), "max_seq_len": np.int64(0)}
-    flags = {"causal": np.True_, "skip_decode": np.False_, "interleaved_v_pack_factor": np.int64(0)}
-    call(plain() | lengths | flags, sm_scale=np.float32(0.5))
-    made = world.prefix[0].call
-    assert made == EXPECTED._replace(softmax_scale=0.5)
-    assert type(made.max_seqlen_q) is int and type(made.cache.skip_decode) is bool
-
-
-def test_lengths_beyond_the_arrays(world: World) -> None:
-    call(plain(), max_input_len=10**12, max_seq_len=10**15)
-    assert world.prefix[0].call == EXPECTED._replace(max_seqlen_q=TOKENS, max_seqlen_k=TOKENS)
-
-
 # ---- layouts
-
-
-@pytest.mark.parametrize("name", ("q", "k", "v"))
-def test_strides(world: World, name: str) -> None:
-    """A slice of a packed projection, heads outermost, a broadcast, and rows far apart."""
-    for strides in ((3072, 128, 1), (128, 40 * 128, 1), (0, 128, 1), (2**33, 136, 1)):
-        call(plain() | {name: plain()[name].but(strides=strides)})
-        assert world.prefix[-1].call == EXPECTED._replace(**{f"{name}_strides": (0, *strides[:-1])})
-    assert not world.framework.copied
-
-
-@pytest.mark.parametrize("name", ("q", "k", "v"))
-def test_copied(world: World, name: str) -> None:
-    for count, changes in enumerate(UNWALKED, 1):
-        arguments = plain()
-        change(name, **changes)(arguments)
-        call(arguments)
-        assert world.framework.copied[-1] is arguments[name] and len(world.framework.copied) == count
-        launch = world.prefix[-1]
-        assert launch.call == EXPECTED
-        assert launch.addresses == PLAIN_ADDRESSES._replace(**{name: COPY + 0x1000 * count})
 
 
 @pytest.mark.parametrize("own", (True, False))
@@ -456,18 +384,6 @@ def test_head_dimension_that_fills_no_16_bytes(world: World, own: bool) -> None:
         assert launch.addresses[:3] == (COPY + 0x1000, 0, 0)
 
 
-@pytest.mark.parametrize("d", (24, 112, 256))
-def test_head_dimensions(world: World, d: int) -> None:
-    for x in (1, 2, 8):
-        arguments = plain()
-        shapes(q=(*Q[:2], d), k=(*KV[:2], d), v=(*KV[:2], d), o=(*Q[:2], d))(arguments)
-        shapes(k_cache=(BLOCKS, H_KV, d // x, PAGE, x), v_cache=(BLOCKS, H_KV, d, PAGE))(arguments)
-        call(arguments)
-        launched = world.prefix[-1].call
-        assert (launched.d_qk, launched.d_v, launched.softmax_scale, launched.cache.x) == (d, d, d**-0.5, x)
-    assert not world.framework.copied
-
-
 @pytest.mark.parametrize("make", (plain, fp8))
 @pytest.mark.parametrize(
     ("changes", "is_aligned"),
@@ -490,21 +406,6 @@ def test_layouts_of_o(
     launched = world.prefix[0].call
     assert launched.out_strides == (0, *changes.get("strides", (1024, 128, 1))[:-1])
     assert launched.out_is_aligned == is_aligned and not world.framework.copied
-
-
-@pytest.mark.parametrize(
-    ("of_k", "of_v"),
-    (
-        ((2**35, HEAD + 8), (HEAD, BLOCKS * HEAD)),  # K and V in one array, far apart; heads outermost
-        ((HEAD, 0), (0, 0)),  # broadcast, as other inputs may be
-    ),
-)
-def test_strides_of_caches(world: World, of_k: tuple[int, ...], of_v: tuple[int, ...]) -> None:
-    arguments = plain()
-    change("k_cache", strides=(*of_k, PAGE * X, X, 1))(arguments)
-    change("v_cache", strides=(*of_v, PAGE, 1))(arguments)
-    call(arguments)
-    assert world.prefix[0].call == changed(EXPECTED, {"k_strides": of_k, "v_strides": of_v})
 
 
 @pytest.mark.parametrize("block_size", (1, 3, 1056))
@@ -534,12 +435,6 @@ def test_inner_dimensions_of_one_element(world: World) -> None:
     call(arguments)
     made = world.prefix[0].call.cache
     assert made.k_strides == made.v_strides == (2 * D, D)
-
-
-def test_rows_of_the_table(world: World) -> None:
-    for stride in (0, 7, 8, 2**33):
-        call(plain(), b_loc=FakeArray((B, COLUMNS), "int64", (stride, 1), ptr=0x7000))
-        assert world.prefix[-1].call == changed(EXPECTED, {"table_stride": stride, "table_bytes": 8})
 
 
 # ---- nothing to do
@@ -575,32 +470,6 @@ def test_a_cache_without_blocks(world: World) -> None:
 
 
 # ---- the memo
-
-
-@pytest.mark.parametrize(
-    "more",
-    (
-        {"sm_scale": 0.5},
-        {"causal": False},
-        {"sliding_window": 3},
-        {"skip_decode": True},
-        {"max_input_len": 19},
-        {"interleaved_v_pack_factor": 8},
-        {"k": None, "v": None},
-        {"sinks": FakeArray((H_Q,), "float32")},
-        {"alibi_slopes": FakeArray((H_Q,), "float32")},
-        {"o": FakeArray(Q, "bfloat16", (2048, 256, 1))},
-        {"o": FakeArray(Q, "uint8"), "fp8_out_scale": 0.5},
-        {"b_loc": FakeArray((B, COLUMNS), "int64")},
-        {"b_loc": FakeArray((B, COLUMNS), "int64"), "is_block_table_ptr": True},
-    ),
-    ids=lambda more: " ".join(more),
-)
-def test_other_options(world: World, more: Arguments) -> None:
-    for arguments in (plain(), plain() | more, plain()):
-        call(arguments)
-    assert prepared(world.prefix) == [0, 1, 0]
-    assert world.prefix[1].call != world.prefix[0].call == world.prefix[2].call == EXPECTED
 
 
 @pytest.mark.parametrize("name", SCALES)

@@ -4,7 +4,6 @@ kinds are remembered.
 
 from __future__ import annotations
 
-import inspect
 import math
 import re
 from collections.abc import Callable
@@ -13,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-import rawmla
 from calls.fakes import Arguments, FakeArray, FakeFramework, World, contiguous
 from calls.suite import (
     HOST_OPERATIONS,
@@ -25,9 +23,9 @@ from calls.suite import (
     flat,
     in_tensors,
     make_call,
+    parameters_of,
     run,
     stand_ins,
-    tensors_of,
 )
 from operations import Operation
 
@@ -165,11 +163,6 @@ def test_streams_are_checked_every_time(world: World, operation: Operation) -> N
         with pytest.raises(ValueError, match=compares(name)):
             run(operation, mixed)
         assert world.untouched
-
-
-def parameters_of(operation: Operation) -> list[inspect.Parameter]:
-    """The parameters of its function."""
-    return list(inspect.signature(getattr(rawmla, tensors_of(operation).function)).parameters.values())
 
 
 @each_operation

@@ -37,10 +37,7 @@ from calls.fakes import (
 from calls.refusals import Refusal, check_all_refused
 from kit import DenseCase, SparseCase, make_dense_inputs, make_sparse_inputs
 from rawmla import reference
-from rawmla.jit import NO_LAUNCH
 from rawmla.mla import dense_decode, sparse_decode, sparse_prefill
-
-Pair = tuple[Any, Any]
 
 
 @dataclass(frozen=True)
@@ -122,28 +119,6 @@ class TestLaunch:
         assert (out.shape, out.dtype) == ((*kind.shape[:-1], 512), kind.dtype)
         assert world.reads[:2] == ["q", "q_rope"]
 
-    @each_kind
-    def test_one_array(self, world: World, kind: Kind) -> None:
-        kind.run(kind.arguments())
-        (args,) = launches(world)
-        assert args.q_rope == args.q + 2 * (kind.shape[-1] - 64)
-        assert args.q_rope_strides == args.q_strides
-
-    @one_of_each
-    def test_everything_else_is_that_of_one_array(self, world: World, kind: Kind) -> None:
-        """Calls allocate the same arrays in the same order, so that addresses differ by those of the first
-        call alone.
-        """
-        kind.run(kind.arguments())
-        world.framework.allocated.clear()
-        kind.run(kind.with_pair())
-        whole, pair = [
-            {name: value for name, value in vars(args).items() if not name.startswith("q")}
-            for args in launches(world)
-        ]
-        assert whole.pop("capturing")() is pair.pop("capturing")() is False
-        assert whole == pair
-
     @one_of_each
     def test_dimensions_of_size_one_with_odd_strides(self, world: World, kind: Kind) -> None:
         """They are never stepped over: the strides that kernels get for them fit all the same."""
@@ -167,18 +142,6 @@ class TestLaunch:
 
 class TestKnownCalls:
     @one_of_each
-    def test_layers_share_what_is_known(self, world: World, kind: Kind) -> None:
-        for layer in range(3):
-            arguments = kind.with_pair()
-            nope, rope = arguments["q"]
-            arguments["q"] = nope.but(ptr=0x10000 * layer + 0x100), rope.but(ptr=0x10000 * layer + 0x900)
-            kind.run(arguments)
-        assert [(args.q, args.q_rope) for args in launches(world)] == [
-            (0x10000 * layer + 0x100, 0x10000 * layer + 0x900) for layer in range(3)
-        ]
-        assert len(kind.module._calls) == 1
-
-    @one_of_each
     def test_pairs_are_not_mistaken(self, world: World, kind: Kind) -> None:
         """For one array, or for another pair of which RoPE alone lies otherwise."""
         nope, rope = q_pair(kind.shape)
@@ -190,19 +153,6 @@ class TestKnownCalls:
         got = [args.q_rope_strides for args in launches(world)]
         assert got == [*expected, expected[1], expected[0]]
         assert len(kind.module._calls) == 3
-
-    @one_of_each
-    def test_streams_are_checked_every_time(self, world: World, kind: Kind) -> None:
-        other = FakeFramework("other")
-        arguments = kind.with_pair()
-        nope, rope = arguments["q"]
-        arguments["q"] = (nope, rope.but(framework=other))
-        kind.run(arguments)
-        other.stream += 1
-        for _ in range(2):
-            with pytest.raises(ValueError, match=r"^q_rope: expected a fake array, as q is"):
-                kind.run(arguments)
-        assert len(launches(world)) == 1
 
 
 class TestNothingToDo:
@@ -290,17 +240,6 @@ def test_none_in_a_pair_is_not_one_array_of_a_smaller_width(world: World, kind: 
     assert world.untouched
 
 
-@each_kind
-def test_warmup_call(world: World, kind: Kind) -> None:
-    arguments = kind.with_pair()
-    rawmla.warmup_call(getattr(rawmla, kind.function), **arguments)
-    (args,) = launches(world)
-    assert (args.stream, args.q, args.q_rope) == (NO_LAUNCH, NOPE_PTR, ROPE_PTR)
-    assert not world.framework.allocated and not world.framework.copied
-    kind.run(arguments)
-    assert [args.stream for args in launches(world)] == [NO_LAUNCH, 0x51]
-
-
 # ---- the reference
 
 
@@ -348,28 +287,3 @@ class TestReference:
         changed = rope.copy()
         changed[..., 0, -1] += 1
         assert (run((nope, changed))[-1] != run(q)[-1]).any()
-
-    def test_refused(self, make: Callable[[], tuple[Callable[[Any], Any], Any]]) -> None:
-        run, q = make()
-        nope, rope = q[..., :-64], q[..., -64:]
-        for bad, error, text in (
-            ((rope, nope), ValueError, r"^q: expected shape \[.*, 512 or 448\], got"),
-            ((nope, rope[..., :32]), ValueError, r"^q_rope: expected shape .*64\], got .*32\]$"),
-            ((nope, rope[:-1]), ValueError, r"^q_rope: expected shape"),
-            ((nope, rope.astype(np.int32)), TypeError, r"^q_rope: expected dtype"),
-            ((nope, None), TypeError, r"^q_rope: expected"),
-        ):
-            with pytest.raises(error, match=text):
-                run(bad)
-
-
-def test_reference_of_torch_tensors() -> None:
-    torch = pytest.importorskip("torch")
-    inputs = make_dense_inputs(DenseCase(b=2, h_q=4, s_k=40), "torch", "cpu")
-    arrays = (inputs.k_cache, inputs.block_table, inputs.cache_seqlens)
-    nope, rope = inputs.q[..., :512], inputs.q[..., 512:]
-    got = reference.flash_mla_with_kvcache((nope, rope), *arrays)
-    want = reference.flash_mla_with_kvcache(inputs.q, *arrays)
-    assert got[0].dtype == torch.bfloat16 and all(map(torch.equal, got, want))
-    with pytest.raises(TypeError, match=r"^q_rope: expected dtype bfloat16, got float16$"):
-        reference.flash_mla_with_kvcache((nope, rope.half()), *arrays)

@@ -160,31 +160,6 @@ def test_kernels_of_dense_attention_and_its_backward(monkeypatch: pytest.MonkeyP
     assert loaded == ahead and not world.mha
 
 
-def test_dense_attention_by_position_with_out(world: World) -> None:
-    call = dense.plain()
-    out = FakeArray((40, 8, 64), "bfloat16", ptr=0x7000)
-    rawmla.warmup_call(rawmla.flash_attn_varlen_func, *call.values(), out=out, backward=True)
-    assert world.mha[0].addresses.out == 0x7000 == world.mha_backward[0].addresses.out
-    assert world.mha_backward[0].stream == NO_LAUNCH and not world.framework.allocated
-
-
-def test_backward_of_dense_attention(world: World) -> None:
-    """The plain functions for gradients, too."""
-    out = FakeArray((40, 8, 64), "bfloat16", ptr=0x7000)
-    lse = FakeArray((40, 8), "float32", ptr=0x8000)
-    rawmla.warmup_call(rawmla.flash_attn_varlen_backward, out, out=out, lse=lse, **dense.optional(), dq=None)
-    assert [launch.stream for launch in world.mha_backward] == [NO_LAUNCH]
-    assert not world.mha and not world.framework.allocated
-
-
-def test_backward_without_keys(world: World) -> None:
-    call = {**dense.fixed()}
-    for name, columns in (("k", 128), ("v", 64)):
-        call[name] = FakeArray((3, 0, 2, columns), "bfloat16")
-    rawmla.warmup_call(rawmla.flash_attn_func, **call, backward=True)
-    assert not world.mha_backward and not world.framework.filled
-
-
 def test_tensors_that_require_grad(monkeypatch: pytest.MonkeyPatch) -> None:
     """No graph is made of them. Kernels are loaded for the gradients that they need."""
     torch = pytest.importorskip("torch")
@@ -285,27 +260,6 @@ def test_flex_attention_with_what_would_be_copied(world: World, name: str) -> No
     rawmla.warmup_call(rawmla.flex_attention, **flex_arguments(block_mask=mask, key=key, value=key))
     assert world.flex[0].stream == NO_LAUNCH
     assert not world.framework.allocated and not world.framework.copied
-
-
-def test_flex_attention_with_torchs_mask(world: World) -> None:
-    flex = pytest.importorskip("torch.nn.attention.flex_attention")
-    mask = flex.create_block_mask(flex.noop_mask, 1, 1, L, S, device="cpu")
-    for name in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"):
-        setattr(mask, name, FakeArray(tuple(getattr(mask, name).shape), "int64", ptr=0x3000))
-    rawmla.warmup_call(rawmla.flex_attention, **flex_arguments(), block_mask=mask)
-    assert world.flex[0].stream == NO_LAUNCH and not world.framework.copied
-
-
-def test_flex_attention_refuses_what_the_call_refuses(world: World) -> None:
-    elsewhere = FakeArray((4,), "float32", device=1)
-    for changes, text in (
-        ({"score_mod": rawmla.CudaMod("bias(h)", {"bias": elsewhere})}, "^score_mod: an array .* got cuda:1"),
-        ({"block_mask": flex_mask(128)._adjust}, "^block_mask: expected a BlockMask, got method"),
-        ({"scale": FakeArray(())}, "^scale: expected a float or None, got array"),
-    ):
-        with pytest.raises((TypeError, ValueError), match=text):
-            rawmla.warmup_call(rawmla.flex_attention, **flex_arguments(**changes))
-    assert world.untouched
 
 
 def test_create_block_mask(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ pytestmark = [
 
 
 def is_attention(operation: Operation) -> bool:
-    """Choose forward operations of dense, flex and prefix attention; functions as users write them."""
+    """Choose dense and flex attention, the latter with functions of Python, and prefix prefill; forward."""
     return operation.name.startswith(("mha", "prefix", "flex_traced")) and "backward" not in operation.name
 
 

@@ -1,4 +1,4 @@
-"""The backward of dense attention for large arrays, and where its kernels are missing in a capture."""
+"""The backward of dense attention: arrays that are large, and a capture without its kernels."""
 
 from __future__ import annotations
 

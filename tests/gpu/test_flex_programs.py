@@ -1,4 +1,4 @@
-"""What block masks and functions of the user do beside a call: other devices, calls and processes."""
+"""Block masks on another device, and functions of a user's in other calls and processes."""
 
 from __future__ import annotations
 

@@ -100,16 +100,16 @@ def test_object_that_a_call_fills(operation: Operation, case: Any, invariant: bo
     call = operation.make(case)
     metadata, _ = call.make_plan(invariant=invariant)
     call.run(tile_scheduler_metadata=metadata)
-    room = None
     if isinstance(case, DenseCase):
-        blocks = reference.dense_blocks(case.request_lengths())
         parts = max(sm_count() // -(-case.s_q * case.h_q // 64), 1)
+        want = reference.plan(case.request_lengths(), parts, invariant)
     else:
         extra = case.extra_lengths if case.extra_topk else None
         blocks = reference.sparse_blocks(case.b, case.topk, case.lengths, case.extra_topk, extra)
-        parts = reference.sparse_num_parts(case.s_q, case.h_q, sm_count())
         room = -(-case.topk // 64) + -(-case.extra_topk // 64)
-    want = reference.plan_blocks(blocks, parts, invariant, room)
+        want = reference.plan_blocks(
+            blocks, reference.sparse_num_parts(case.s_q, case.h_q, sm_count()), invariant, room
+        )
     got = metadata.tile_scheduler_metadata, metadata.num_splits
     assert_plan("object", got, want.object_rows, want.num_splits)
 

@@ -113,4 +113,5 @@ def test_the_same_bits_without_poison(operation: Operation, case: Any) -> None:
     want = call.run()
     with poison(False):
         got = call.run()
-    assert_results("without poison", call, got, want)
+    rows = ... if call.covered is None else call.covered()
+    assert_results("without poison", call, tuple(x[rows] for x in got), tuple(x[rows] for x in want))

@@ -11,13 +11,24 @@ from typing import Any
 import pytest
 from full_cases import full_unless
 from gpu_support import call_arguments, sparse_arguments, torch
-from torch_op_cases import CASES, tensors
+from operators import (
+    CASES,
+    Recorder,
+    check_operator,
+    fixed,
+    id_of,
+    operator_call,
+    tensors,
+    uses,
+    varlen,
+    with_gradients,
+)
 
 import rawmla
 from kit import DenseCase, SparseCase, make_dense_inputs, make_sparse_inputs
+from operations import Operation
+from operations.core import assert_results as assert_all_results
 from operations.core import assert_same_bits
-
-NO_REQUESTS = {"plan empty"}  # idle rows are marked in another way than in the reference
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own
 
@@ -27,49 +38,25 @@ def _operators(_nothing_compiled: None) -> None:
     importlib.import_module("rawmla.torch_ops")
 
 
-def arguments(case: str, device: str) -> tuple[Any, list[Any]]:
-    """The operator of a case, and its arguments."""
-    name, make = CASES[case]
-    return getattr(torch.ops.rawmla, name).default, make(device)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_as_on_the_cpu(case: str) -> None:
-    """Results, and what is written: integers and bytes are equal, numbers are close, strides are the same.
-    The operator does what its schema and its implementation for fake tensors say.
+@pytest.mark.parametrize("pair", CASES, ids=id_of)
+def test_operators(pair: tuple[Operation, Any]) -> None:
+    """Results are those of eager calls, in all ways to call; each operator does what its schema and its
+    implementation for fake tensors say, so its strides are those on the CPU too.
     """
-    compared = []
-    for device in ("cuda", "cpu"):
-        op, args = arguments(case, device)
-        made = op(*args)
-        results = list(made) if isinstance(made, tuple) else [] if made is None else [made]
-        written = [
-            value
-            for value, argument in zip(args, op._schema.arguments, strict=True)
-            if argument.alias_info is not None
-        ]
-        compared.append([*results, *written])
-        assert all(x.device.type == device for x in compared[-1])
-    for got, want in zip(*compared, strict=True):
-        assert (got.shape, got.stride(), got.dtype) == (want.shape, want.stride(), want.dtype)
-        if case in NO_REQUESTS:
-            continue
-        if got.dtype.is_floating_point:
-            torch.testing.assert_close(got.cpu(), want, atol=2e-2, rtol=2e-2)
-        else:
-            assert torch.equal(got.cpu(), want)
-    op, args = arguments(case, "cuda")
-    torch.library.opcheck(op, tuple(args), test_utils=("test_schema", "test_faketensor"))
+    operation, case = pair
+    call = operation.make(case)
+    want = list(uses(operation, call))
+    with Recorder() as recorder:
+        got = list(uses(operation, call))
+    for results, wanted in zip(got, want, strict=True):
+        if len(results) == len(call.results):
+            assert_all_results(operation.name, call, results, wanted)
+    call.check(got[0])
+    for op, args in recorder.distinct():
+        check_operator(op, args)
 
 
 # ---- gradients of dense attention
-
-LEAVES = {0: "q", 1: "k", 2: "v", 13: "attn_sink"}  # by places, of an operator of segments
-
-
-def with_gradients(args: list[Any], *places: int) -> list[Any]:
-    """The same arguments, of which these require grad."""
-    return [x.detach().clone().requires_grad_() if i in places else x for i, x in enumerate(args)]
 
 
 @pytest.mark.parametrize(
@@ -77,10 +64,10 @@ def with_gradients(args: list[Any], *places: int) -> list[Any]:
 )
 def test_opcheck_with_gradients(dims: tuple[int, int]) -> None:
     """For kernels of each form, and for gradients of some inputs."""
-    op, make = torch.ops.rawmla.flash_attn.default, tensors("cuda", 6)
+    make = tensors("cuda", 6)
     q, k, v = make(2, 70, 4, dims[0]), make(2, 150, 2, dims[0]), make(2, 150, 2, dims[1])
-    args = [q, k, v, *arguments("flash_attn", "cuda")[1][3:]]
-    torch.library.opcheck(op, tuple(with_gradients(args, 0, 1, 2)))
+    op, args = operator_call("flash_attn_func", **fixed("cuda") | {"q": q, "k": k, "v": v})
+    torch.library.opcheck(op, tuple(with_gradients(op, args, "q", "k", "v")))
     out, lse = op(*args)
     dout, dlse = torch.randn_like(out), torch.randn_like(lse)
     for mask in ([True, True, True, False], [False, True, True, False], [True, False, False, False]):
@@ -89,25 +76,27 @@ def test_opcheck_with_gradients(dims: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("of", full_unless(lambda of: of == "both", ("out", "lse", "both")))
-@pytest.mark.parametrize("case", ("flash_attn_varlen", "flash_attn_varlen full"))
-def test_gradients_of_operators(case: str, of: str) -> None:
+@pytest.mark.parametrize("full", (False, True))
+def test_gradients_of_operators(full: bool, of: str) -> None:
     """Those that the reference computes of tensors on the CPU."""
     compared = []
     for device in ("cuda", "cpu"):
-        op, args = arguments(case, device)
-        args = with_gradients(args, *[i for i in LEAVES if args[i] is not None])
+        op, args = operator_call("flash_attn_varlen_func", **varlen(device=device, full=full))
+        args = with_gradients(op, args, *(("q", "k", "v", "attn_sink") if full else ("q", "k", "v")))
         out, lse = op(*args)
         dout = tensors(device, 7)(*out.shape)
         # lse is -inf where there is nothing to attend: what its gradient is there has no effect
         dlse = torch.linspace(-1, 1, lse.numel(), device=device).reshape(lse.shape)
         results = {"out": {out: dout}, "lse": {lse: dlse}, "both": {out: dout, lse: dlse}}[of]
         torch.autograd.backward(list(results), list(results.values()))
-        compared.append({name: args[i].grad for i, name in LEAVES.items() if args[i] is not None})
+        known = [argument.name for argument in op._schema.arguments]
+        leaves = {name: x for name, x in zip(known, args, strict=True) if getattr(x, "requires_grad", False)}
+        compared.append({name: x.grad for name, x in leaves.items()})
     got, want = compared
-    assert got.keys() == want.keys() and len(got) == (4 if "full" in case else 3)
+    assert got.keys() == want.keys() and len(got) == 3 + full
     for name, one in got.items():
         assert one.dtype == want[name].dtype and one.stride() == want[name].stride()
-        torch.testing.assert_close(one.cpu(), want[name], atol=2e-2, rtol=2e-2, msg=f"{name} of {case}")
+        torch.testing.assert_close(one.cpu(), want[name], atol=2e-2, rtol=2e-2, msg=name)
     if of == "lse":
         assert not bool(got["v"].any())
 

@@ -255,7 +255,7 @@ FLEX = Operation(
     empty={
         "no query tokens": (
             lambda a: {"query": a["query"][:, :, :0], "block_mask": None},
-            {"out": 2, "lse": 2},
+            {"out": 2, "lse": 2, "max_scores": 2},
         )
     },
     bad={
