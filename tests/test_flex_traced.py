@@ -206,13 +206,9 @@ def test_gradients_of_a_call() -> None:
         for function in (score, traced(score)):
             out = rawmla.flex_attention(q, k, v, function)
             found.append((out.detach(), *torch.autograd.grad(out.float().sum(), (q, k, v, table))))
-        table.requires_grad_(False)
-        out = rawmla.flex_attention(q, k.detach(), v.detach(), score)
-        torch.autograd.grad(out.float().sum(), (q,))
     for one, other in zip(*found, strict=True):
         assert bool(one.any()) and torch.equal(one, other)
-    first, second, of_query = launches.backward
-    assert tuple(of_query.call.needs) == (True, False, False, False)
+    first, second = launches.backward
     assert first.call == second.call and first.score_mod[:32] == second.score_mod[:32]
 
 
