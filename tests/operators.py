@@ -133,13 +133,24 @@ def cpu_call(operation: Operation, case: Any) -> Call:
     return operation.make(case, "cpu")
 
 
+def copies(args: tuple[Any, ...]) -> Any:
+    """Copies without the room around slices, which torch's checks cannot copy where nothing is in them."""
+
+    def copy(x: Any) -> Any:
+        return x.clone() if x.numel() else x.clone(memory_format=torch.contiguous_format)
+
+    return tree_map_only(torch.Tensor, copy, args)
+
+
 def check_operator(op: Any, args: tuple[Any, ...]) -> None:
     """Check that an operator does what its schema and its implementation for fake tensors say."""
-    copies = tree_map_only(torch.Tensor, torch.clone, args)  # torch's check cannot copy slices of buffers
-    torch.library.opcheck(op, copies, test_utils="test_schema")
+    torch.library.opcheck(op, copies(args), test_utils="test_schema")
     with FakeTensorMode() as mode:
         fake = op(*tree_map_only(torch.Tensor, mode.from_tensor, args))
     for one, other in zip(tree_leaves(fake), tree_leaves(op(*args)), strict=True):
+        if other is None:  # an operator that writes an argument
+            assert one is None
+            continue
         assert (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype), op
         assert one.device == other.device
 

@@ -26,6 +26,7 @@ from operators import (  # noqa: E402
     Recorder,
     all_arguments,
     check_operator,
+    copies,
     cpu_call,
     fixed,
     int32,
@@ -163,7 +164,7 @@ def test_operators(pair: tuple[Operation, Any], monkeypatch: pytest.MonkeyPatch)
 def test_opcheck_with_dynamic_shapes(name: str) -> None:
     """An operator that fills a given out has the checks of the one without."""
     op, args = first_calls()[name]
-    args = tree_map_only(torch.Tensor, torch.clone, args)
+    args = copies(args)
     torch.library.opcheck(op, args, test_utils=("test_autograd_registration", "test_aot_dispatch_dynamic"))
 
 
