@@ -295,15 +295,6 @@ def test_results(world: World) -> None:
     ]
 
 
-def test_options_change_nothing(world: World) -> None:
-    names = ("BLOCK_M", "fwd_BLOCK_N", "bwd_num_warps", "num_stages", "USE_TMA", "WRITE_DQ", "PRESCALE_QK")
-    options = {**dict.fromkeys(names, 1), "ROWS_GUARANTEED_SAFE": True, "BACKEND": "AUTO"}
-    promises = {"BLOCKS_ARE_CONTIGUOUS": True, "FORCE_USE_FLEX_ATTENTION": True}
-    for kernel_options in (None, options, promises, {}):
-        call(plain(), kernel_options=kernel_options)
-    assert prepared(world.flex) == [0] * 4
-
-
 @pytest.mark.parametrize("scale", (0, -0.5, 0.5, np.float32(0.25), 2))
 def test_scales(world: World, scale: float) -> None:
     """If it is not positive, scores are scaled before the softmax, which else scales them itself."""
