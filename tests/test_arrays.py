@@ -99,15 +99,9 @@ class TestCupy:
         view = inspect(cupy_array((2, 3), ml_dtypes.bfloat16), "x")
         assert (view.dtype, view.strides) == ("bfloat16", (3, 1))
 
-    def test_device(self) -> None:
-        assert inspect(cupy_array((2,), device=1), "x").device == 1
-
     def test_slice(self) -> None:
         view = inspect(cupy_array((4, 10, 6), np.float16)[1:, ::2, 2:], "x")
         assert (view.ptr, view.shape, view.strides) == (ADDRESS + 2 * (60 + 2), (3, 5, 4), (60, 12, 1))
-
-    def test_no_elements(self) -> None:
-        assert inspect(cupy_array((0, 6), np.int32), "x").shape == (0, 6)
 
     def test_stride_between_elements(self) -> None:
         odd = cupy.lib.stride_tricks.as_strided(cupy_array((8,)), (2,), (6,))
@@ -343,15 +337,6 @@ class TestTorch:
         monkeypatch.setattr(framework, "_current_device", lambda: 0)
         monkeypatch.setattr(framework, "_empty_strided", empty_strided if request.param else None)
         return framework
-
-    def test_empty(self, torch: Any, framework: TorchFramework) -> None:
-        fast = "fast" if framework._empty_strided is not None else "plain"
-        for device, way in ((0, fast), (1, "plain")):
-            for shape in ((2, 3), (4, 1, 5), (7,), (0, 3)):
-                array = framework.empty(shape, "bfloat16", device)
-                assert (array.shape, array.dtype) == (shape, torch.bfloat16)
-                assert array.stride() == torch.empty(shape).stride()
-                assert self.allocated.pop() == (way, "cuda", device)
 
     @pytest.mark.parametrize("scratch_bytes", (0, 1001))
     def test_allocator(self, torch: Any, framework: TorchFramework, scratch_bytes: int) -> None:

@@ -41,7 +41,6 @@ from calls.fakes import (
 from calls.refusals import Refusal, check_all_refused
 from rawmla.call import arrays, frameworks
 from rawmla.kernels import mla_dense_decode
-from rawmla.kernels.mla_sparse import Cache
 
 decode = rawmla.flash_mla_with_kvcache
 Make = Callable[[], Arguments]
@@ -75,10 +74,7 @@ PLAN_ROWS: list[Refusal] = [
     *int64("tile_scheduler_metadata", "num_splits"),
     ("head_dim_v", ValueError, "512", 576),
     ("out", ValueError, "multiples of 8", out_array(strides=(16448, 8224, 514, 1))),
-    ("out", ValueError, "positive", out_array(strides=(-16384, 8192, 512, 1))),
     ("out", ValueError, "overlap", out_array(strides=(16384, 8192, 256, 1))),
-    ("out", ValueError, "overlap", out_array(strides=(16384, 4096, 512, 1))),
-    ("out", ValueError, "overlap", out_array(strides=(8192, 8192, 512, 1))),
     ("out", ValueError, "16-byte aligned address", out_array(ptr=0x7008)),
     ("tile_scheduler_metadata", ValueError, "[num_sm_parts, 8]", {"shape": (0, 8)}),
     ("tile_scheduler_metadata", ValueError, "1 to 65535 rows", {"shape": (65_536, 8)}),
@@ -290,14 +286,6 @@ def test_sparse_calls_that_are_refused(world: World) -> None:
 # ---- what launches get
 
 
-CACHE = {
-    "v32": Cache(PAGE, NUM_BLOCKS, PAGE * 656, 656, TOPK, S_Q * TOPK, TOPK),
-    "model1": Cache(PAGE, NUM_BLOCKS, PAGE * 584, 576, TOPK, S_Q * TOPK, TOPK),
-    "bf16 576": Cache(PAGE, NUM_BLOCKS, PAGE * 1152, 1152, TOPK, S_Q * TOPK, TOPK),
-    "bf16 512": Cache(PAGE, NUM_BLOCKS, PAGE * 1024, 1024, TOPK, S_Q * TOPK, TOPK),
-}
-
-
 @both_kinds
 @pytest.mark.parametrize("scale", (2, np.float32(0.5), np.float64(0.5), np.int64(1), 1.7e38, 2e-38))
 def test_scalars_of_numpy(world: World, make: Make, scale: Any) -> None:
@@ -313,53 +301,18 @@ def single_head(stride: int) -> Callable[[Arguments], None]:
     return change("k_cache", shape=(NUM_BLOCKS, PAGE, 1, D_QK), strides=(PAGE * 576, 576, stride, 1))
 
 
-def sparse_page(layout: str, page: int) -> tuple[Callable[[Arguments], None], str, Any]:
-    """A cache of pages of another size, and what the launch gets."""
-    shape, stride = (NUM_BLOCKS, page, 1, SPARSE_COLUMNS[layout]), CACHE[layout].block_stride // PAGE
-    want = CACHE[layout]._replace(page_block_size=page, block_stride=page * stride)
-    return of_layout(layout, change("k_cache", shape=shape)), "cache", want
-
-
-Q_WALKED = ("q_strides", (8, 640 * B, 640 * B * S_Q))
 DENSE_FIELDS: list[tuple[Callable[[Arguments], None], str, Any]] = [
-    (change("q", strides=(8, 640 * B, 640 * B * S_Q, 1)), *Q_WALKED),
     (change("q", shape=(B, 1, H_Q, D_QK), strides=(9216, 3, D_QK, 1)), "q_strides", (9216, 9216, D_QK)),
     (single_head(0), "k_strides", (PAGE * 576, 576, 576)),  # as CuPy has it
     (single_head(5), "k_strides", (PAGE * 576, 576, 576)),
-    (change("k_cache", strides=(10**6, *K_STRIDES[1:])), "k_strides", (10**6, *K_STRIDES[1:3])),
-    (change("block_table", strides=(100, 1)), "block_table_stride", 100),
     (change("block_table", shape=(B, 0), strides=(1, 1), ptr=0), "max_seqlen", 0),
     (change("block_table", shape=(B, 1)), "scratch_bytes", 0),  # nothing can be split
     (change("num_splits", shape=(100,)), "num_splits", 0x6000),
-    *[
-        (change("k_cache", shape=(NUM_BLOCKS, page, H_KV, D_QK)), "page_block_size", page)
-        for page in (16, 32, 128, 192, 1024)
-    ],
 ]
-V32, ROWS = CACHE["v32"], CACHE["bf16 576"]
 SPARSE_FIELDS: list[tuple[Callable[[Arguments], None], str, Any]] = [
-    (change("q", strides=(8, 640 * B, 640 * B * S_Q, 1)), *Q_WALKED),
-    *[
-        (both(change("q", shape=(B, S_Q, h_q, 576)), change("attn_sink", shape=(h_q,))), "h_q", h_q)
-        for h_q in (1, 63, 65, 200)
-    ],
-    *[sparse_page(layout, page) for layout in CACHE for page in (1, 2, 53, 576)],
     *[
         (of_layout("model1", change("k_cache", dtype=dtype)), "format", "model1")
         for dtype in ("uint8", "int8", "float8_e4m3fn")
-    ],
-    (
-        of_layout("bf16 576", change("k_cache", strides=(64_000, 640, 8, 1))),
-        "cache",
-        ROWS._replace(block_stride=128_000, token_stride=1280),
-    ),
-    *[
-        (
-            change("indices", strides=(*strides, 1)),
-            "cache",
-            V32._replace(index_stride_b=strides[0], index_stride_s=strides[1]),
-        )
-        for strides in ((5000, 2000), (0, TOPK), (TOPK, 0))
     ],
     (change("k_cache", ptr=0x2008), "load_bytes", 8),
     (change("k_cache", strides=(PAGE * 656 + 8, 656, 656, 1)), "load_bytes", 8),
@@ -391,12 +344,10 @@ def test_shapes_and_strides(
 @pytest.mark.parametrize(
     "changes",
     (
-        {"ptr": 0x1002},
-        {"strides": (S_Q * H_Q * 580, H_Q * 580, 580, 1)},
         {"strides": (-S_Q * H_Q * 576, H_Q * 576, 576, 1)},
         {"strides": (0, H_Q * 576, 576, 1)},
     ),
-    ids=("address", "odd", "negative", "expanded"),
+    ids=("negative", "expanded"),
 )
 def test_q_that_is_copied(world: World, make: Make, changes: Arguments) -> None:
     arguments = make()

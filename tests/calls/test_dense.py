@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -114,26 +113,15 @@ FIXED = EXPECTED._replace(
 # ---- refusals
 
 OF_OPTIONS: list[Refusal] = [
-    *[
-        (name, TypeError, f"int ... got {text}", put(name, value))
-        for name in ("max_seqlen_q", "max_seqlen_k")
-        for text, value in (("None", None), ("float 4.0", 4.0), ("bool True", True), ("", FakeArray(())))
-    ],
     ("max_seqlen_q", ValueError, "at least 0 ... -1", put("max_seqlen_q", -1)),
     ("max_seqlen_k", ValueError, "at least 0 ... -1", put("max_seqlen_k", -1)),
     ("window_size", TypeError, "pair ... None", put("window_size", None)),
-    ("window_size", TypeError, "pair ... int 5", put("window_size", 5)),
     ("window_size", TypeError, "pair ... 'ab'", put("window_size", "ab")),
-    ("window_size", TypeError, "pair ... FakeArray", put("window_size", FakeArray((2,)))),
-    ("window_size", ValueError, "pair ... 1 items", put("window_size", (5,))),
     ("window_size", ValueError, "pair ... 3 items", put("window_size", (1, 2, 3))),
     ("window_size", ValueError, "left ... -2", put("window_size", (-2, 0))),
     ("window_size", ValueError, "right ... -2", put("window_size", (0, -2))),
     ("window_size", TypeError, "right ... 2.0", put("window_size", (0, 2.0))),
-    ("window_size", TypeError, "left ... True", put("window_size", (True, 0))),
-    ("window_size", TypeError, "left ... FakeArray", put("window_size", (FakeArray(()), 0))),
     ("softcap", ValueError, "finite ... -1.0", put("softcap", -1.0)),
-    ("softcap", ValueError, "finite ... inf", put("softcap", math.inf)),
     (
         "softcap",
         ValueError,
@@ -145,30 +133,23 @@ OF_OPTIONS: list[Refusal] = [
 REFUSALS: list[Refusal] = [
     *OF_OPTIONS,
     ("dropout_p", ValueError, "0.0 ... 0.1", put("dropout_p", 0.1)),
-    ("dropout_p", TypeError, "0.0 ... None", put("dropout_p", None)),
     ("attention_chunk", ValueError, "not supported yet ... 64", put("attention_chunk", 64)),
     ("attention_chunk", ValueError, "expected 0 ... -1", put("attention_chunk", -1)),
-    ("attention_chunk", TypeError, "int ... None", put("attention_chunk", None)),
     ("q", TypeError, "float32 is not supported yet", change("q", dtype="float32")),
-    ("q", ValueError, "1 to 256 ... 264", shapes(q=(*Q[:2], 264), k=(*K[:2], 264))),
     ("q", ValueError, "1 to 256 ... got 0", shapes(q=(*Q[:2], 0))),
     ("v", ValueError, "1 to 256 ... 257", shapes(v=(*V[:2], 257))),
-    ("v", ValueError, "1 to 256 ... got 0", shapes(v=(*V[:2], 0))),
     ("k", ValueError, "[total_k, h_kv, 128] ... [56, 2, 64]", shapes(k=(*K[:2], 64))),
     ("v", ValueError, "[56, 2, d_v] ... [55, 2, 64]", shapes(v=(55, H_KV, D_V))),
     ("v", ValueError, "[56, 2, d_v] ... [56, 4,", shapes(v=(TOTAL_K, 4, D_V))),
     ("q", ValueError, "h_q 7 ... h_kv 2", shapes(q=(TOTAL_Q, 7, D_QK))),
-    ("q", ValueError, "h_q 0 ... h_kv 2", shapes(q=(TOTAL_Q, 0, D_QK))),
     ("q", ValueError, "h_q 8 ... h_kv 0", shapes(k=(TOTAL_K, 0, D_QK), v=(TOTAL_K, 0, D_V))),
     ("q", ValueError, "less than 2**30", shapes(q=(2**30, H_Q, D_QK))),
     ("k", ValueError, "less than 2**30", shapes(k=(2**30, H_KV, D_QK), v=(2**30, H_KV, D_V))),
-    ("cu_seqlens_q", ValueError, "[b+1]", shapes(cu_seqlens_q=(2, 4))),
     ("cu_seqlens_q", ValueError, "[b+1]", shapes(cu_seqlens_q=(0,))),
     ("cu_seqlens_k", ValueError, "[4] ... [3]", shapes(cu_seqlens_k=(B,))),
     ("alibi_slopes", ValueError, "[8] ... [3, 7]", shapes(alibi_slopes=(B, 7))),
     ("alibi_slopes", ValueError, "[4, 8]", shapes(alibi_slopes=(4, H_Q))),
     ("alibi_slopes", ValueError, "[16, 2]", change("alibi_slopes", strides=(16, 2))),
-    ("alibi_slopes", ValueError, "[-8, 1]", change("alibi_slopes", strides=(-8, 1))),
     ("out", ValueError, "multiple of 16 bytes ... 0x7008", change("out", ptr=0x7008)),
     ("out", ValueError, "multiples of 8", change("out", strides=(516, 64, 1))),
     ("out", ValueError, "overlap", change("out", strides=(256, 64, 1))),
@@ -211,19 +192,13 @@ OF_QKV: list[Refusal] = [
     ("qkv", ValueError, "[total, 3, h, d]", of_columns(40, 2, 8, 64)),
     ("qkv", ValueError, "[total, h, 2 * d_qk + d_v] or", of_columns(40, 8)),
     ("qkv", ValueError, "2 * d_qk + d_v", of_columns(40, 8, 256, head_dim_qk=128)),
-    ("qkv", ValueError, "2 * d_qk + d_v", of_columns(40, 8, 600, head_dim_qk=128)),
     ("qkv", ValueError, "1 to 256", of_columns(40, 3, 8, 257)),
     ("head_dim_qk", ValueError, "got None", of_columns(40, 8, 320)),
     ("head_dim_qk", ValueError, "expected None", put("head_dim_qk", 64)),
     ("head_dim_qk", TypeError, "float", of_columns(40, 8, 320, head_dim_qk=128.0)),
     ("head_dim_qk", ValueError, "1 to 256", of_columns(40, 8, 320, head_dim_qk=0)),
-    ("head_dim_qk", ValueError, "1 to 256", of_columns(40, 8, 800, head_dim_qk=257)),
-    ("cu_seqlens", TypeError, "NoneType", put("cu_seqlens", None)),
-    ("max_seqlen", TypeError, "got None", put("max_seqlen", None)),
-    ("cu_seqlens", ValueError, "cuda:0, the device of qkv", change("cu_seqlens", device=1)),
 ]
 OF_KV: list[Refusal] = [
-    ("kv", ValueError, "cuda:0, the device of q", change("kv", device=1)),
     ("kv", ValueError, "[total, 2, h, d]", of_columns(56, 3, 2, 128)),
     ("kv", ValueError, "[total, h, d_qk + d_v] or", of_columns(56, 128)),
     ("kv", ValueError, "[total_k, h_kv, 128] (d_qk of q)", of_columns(56, 2, 2, 64)),
@@ -296,27 +271,12 @@ def test_second_names(world: World, name: str, packed: bool) -> None:
     assert first.call == second.call and first.addresses[5:] == second.addresses[5:]
 
 
-def test_second_name_of_the_sink(world: World) -> None:
-    """Functions without the other second names have it, too."""
-    sink = FakeArray((H_Q,), "float16", ptr=0x6000)
-    for function, arguments in (
-        (rawmla.flash_attn_func, fixed()),
-        (rawmla.flash_attn_varlen_qkvpacked_func, packed_qkv(TOTAL_Q, 3, H_Q, D_V)),
-    ):
-        function(**arguments, learnable_sink=sink)
-        assert world.mha[-1].call.sink_dtype == "float16" and world.mha[-1].addresses.attn_sink == 0x6000
-        with pytest.raises(TypeError, match="^learnable_sink: expected it or attn_sink"):
-            function(**arguments, attn_sink=sink, learnable_sink=sink)
-
-
 @pytest.mark.parametrize(
     ("window", "causal", "left", "right"),
     (
         ((-1, -1), False, NO_BOUND, NO_BOUND),
-        ((0, None), False, 0, NO_BOUND),
         ([None, 3], False, NO_BOUND, 3),
         ((5, 3), True, 5, 0),
-        ((-1, -1), True, NO_BOUND, 0),
         ((2**31, 2**70), False, NO_BOUND, NO_BOUND),
         ((np.int32(4), np.int64(-1)), False, 4, NO_BOUND),
     ),
@@ -446,15 +406,6 @@ def test_head_dimensions_that_fill_no_16_bytes(world: World) -> None:
         out_strides=(0, H_Q * 40, 40),
     )
     assert (out.shape, out.strides) == ((TOTAL_Q, H_Q, 33), (H_Q * 40, 40, 1))
-
-
-def test_such_dimensions_in_padded_rows(world: World) -> None:
-    arguments = plain()
-    change("q", shape=(*Q[:2], 17), strides=(H_Q * 32, 32, 1))(arguments)
-    change("k", shape=(*K[:2], 17), strides=(H_KV * 24, 24, 1))(arguments)
-    call(arguments)
-    assert not world.framework.copied
-    assert world.mha[0].call.q_strides == (0, H_Q * 32, 32)
 
 
 def test_dimensions_of_one_element(world: World) -> None:

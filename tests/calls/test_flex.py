@@ -98,11 +98,8 @@ def mask_capture(**changes: Any) -> Callable[[Arguments], None]:
 OF_SCORES, OF_MASKS = "score_mod: an array that it reads", "mask_mod: an array that it reads"
 REFUSALS: list[Refusal] = [
     ("query", TypeError, "not supported yet", change("query", dtype="float32")),
-    ("query", TypeError, "float8_e4m3fn", change("query", dtype="float8_e4m3fn")),
     ("key", TypeError, "or float8_e4m3fn or float8_e5m2 ... got uint8", change("key", dtype="uint8")),
-    ("query", ValueError, "1 to 256 ... got 0", shapes(query=(*Q[:3], 0))),
     ("query", ValueError, "1 to 256 ... 257", shapes(query=(*Q[:3], 257))),
-    ("value", ValueError, "1 to 256 ... got 0", shapes(value=(*V[:3], 0))),
     ("value", ValueError, "1 to 256 ... 257", shapes(value=(*V[:3], 257))),
     ("key", ValueError, "128] (E of query)", shapes(key=(*K[:3], 64))),
     ("value", ValueError, "[2, 2, 500, Ev] ... S of key", shapes(value=(B, HKV, 499, EV))),
@@ -111,11 +108,9 @@ REFUSALS: list[Refusal] = [
     ("key", ValueError, "batch of 2 ... or 1", shapes(key=(4, *K[1:]), value=(4, *V[1:]))),
     ("query", ValueError, "without enable_gqa ... Hq 8", put("enable_gqa", False)),
     ("query", ValueError, "multiple ... Hq 7", shapes(query=(B, 7, L, E))),
-    ("query", ValueError, "positive ... Hq 0", shapes(query=(B, 0, L, E))),
     ("query", ValueError, "Hkv 0", shapes(key=(B, 0, S, E), value=(B, 0, S, EV))),
     ("query", ValueError, "less than 2**30", shapes(query=(B, HQ, 2**30, E))),
     ("key", ValueError, "less than 2**30", shapes(key=(B, HKV, 2**30, E), value=(B, HKV, 2**30, EV))),
-    ("deterministic", TypeError, "bool ... int 0", put("deterministic", 0)),
     (
         "return_lse",
         ValueError,
@@ -132,32 +127,22 @@ REFUSALS: list[Refusal] = [
     ),
     ("kernel_options", TypeError, "dict ... list", put("kernel_options", ["BLOCK_M"])),
     ("kernel_options", ValueError, "'BLOCK_X'", put("kernel_options", {"BLOCK_X": 1})),
-    ("kernel_options", ValueError, "got 3", put("kernel_options", {3: 1})),
     ("kernel_options", ValueError, "'AUTO' ... 'TRITON'", put("kernel_options", {"BACKEND": "TRITON"})),
-    ("scale", TypeError, "float ... '1'", put("scale", "1")),
-    ("scale", TypeError, "float ... True", put("scale", True)),
-    ("scale", TypeError, "float ... FakeArray", put("scale", FakeArray(()))),
     ("scale", ValueError, "finite ... nan", put("scale", math.nan)),
-    ("scale", ValueError, "finite ... -inf", put("scale", -math.inf)),
     ("scale", ValueError, "float32 ... 1e+39", put("scale", 1e39)),
     ("scale", ValueError, "1.7e+38 at most ... 3e+38", put("scale", 3e38)),
-    ("scale", ValueError, "1.7e+38 at most ... -3e+38", put("scale", -3e38)),
-    ("scale", ValueError, "float32 ... got inf", put("scale", 10**400)),
     ("out", ValueError, "[2, 8, 300, 64]", shapes(out=(B, L, HQ, EV))),
     ("out", ValueError, "16 bytes ... 0x8008", change("out", ptr=0x8008)),
     ("out", ValueError, "multiples of 8", change("out", strides=(160000, 20000, 66, 1))),
     ("out", ValueError, "overlap", change("out", strides=(153600, 19200, 32, 1))),
     ("block_mask", TypeError, "BlockMask ... int 3", put("block_mask", 3)),
     ("block_mask", TypeError, "BlockMask ... kv_num", put("block_mask", lambda b, h, q, k: q)),
-    ("block_mask", TypeError, "BlockMask ... FakeArray", put("block_mask", FakeArray(()))),
     ("block_mask", ValueError, "(300, 500) ... 499) ... too small", set_mask("seq_lengths", (L, S - 1))),
     ("block_mask", ValueError, "(301, 500) ... too large ... _adjust", set_mask("seq_lengths", (L + 1, S))),
     ("block_mask", ValueError, "indexed ... assign", set_mask("mask_mod", _unset_mask)),
     ("block_mask", ValueError, "kv_indices", set_mask("kv_indices", None)),
     ("block_mask", ValueError, "full_kv", set_mask("full_kv_num_blocks", None)),
-    ("block_mask", ValueError, "full_kv", set_mask("full_kv_indices", None)),
     ("block_mask", ValueError, "16 ... (128, 100)", set_mask("BLOCK_SIZE", (128, 100))),
-    ("block_mask", ValueError, "16 ... (0, 128)", set_mask("BLOCK_SIZE", (0, 128))),
     *[
         (f"block_mask.{name}", error, text, spoil)
         for name in LISTS
@@ -177,7 +162,6 @@ REFUSALS: list[Refusal] = [
     ("block_mask.full_kv_indices", ValueError, "[1, 2]", change_list("full_kv_num_blocks", shape=(1, 2))),
     ("block_mask.kv_indices", ValueError, "[1, 1, 1, 3, 4]", put("block_mask", mask_of(1, 1, 1))),
     ("block_mask.kv_indices", ValueError, "at least 3 rows", put("block_mask", mask_of(rows=2))),
-    ("block_mask.kv_indices", ValueError, "one batch", put("block_mask", mask_of(0, 1))),
     ("block_mask.kv_indices", ValueError, "one batch and head", put("block_mask", mask_of(1, 0))),
     (
         "block_mask",
@@ -188,10 +172,8 @@ REFUSALS: list[Refusal] = [
             change_list("full_kv_num_blocks", shape=(1, HQ, ROWS)),
         ),
     ),
-    ("block_mask", ValueError, "2 and 8 ... 3 and 1", put("block_mask", mask_of(3, 1))),
     ("block_mask", ValueError, "2 and 8 ... 1 and 5", put("block_mask", mask_of(1, 5))),
     ("score_mod", TypeError, "CUDA text ... int 3", put("score_mod", 3)),
-    ("score_mod", TypeError, "function ... FakeArray", put("score_mod", FakeArray(()))),
     ("code", TypeError, "CUDA text ... ''", put("score_mod", "")),
     ("mask_mod", TypeError, "CUDA text ... int 3", set_mask("mask_mod", 3)),
     (OF_SCORES, ValueError, "cuda:1", capture(device=1)),
@@ -200,7 +182,6 @@ REFUSALS: list[Refusal] = [
     (OF_SCORES, ValueError, "2**31", capture(shape=(2**31, 1))),
     ("captures", TypeError, "bias ... uint32", capture(dtype="uint32")),
     (OF_MASKS, ValueError, "cuda:1", mask_capture(device=1)),
-    (OF_MASKS, ValueError, "[0, 7]", mask_capture(shape=(0, 7))),
 ]
 
 
@@ -312,15 +293,6 @@ def test_results(world: World) -> None:
         (lse.ptr, 0),
         (aux.lse.ptr, aux.max_scores.ptr),
     ]
-
-
-def test_options_change_nothing(world: World) -> None:
-    names = ("BLOCK_M", "fwd_BLOCK_N", "bwd_num_warps", "num_stages", "USE_TMA", "WRITE_DQ", "PRESCALE_QK")
-    options = {**dict.fromkeys(names, 1), "ROWS_GUARANTEED_SAFE": True, "BACKEND": "AUTO"}
-    promises = {"BLOCKS_ARE_CONTIGUOUS": True, "FORCE_USE_FLEX_ATTENTION": True}
-    for kernel_options in (None, options, promises, {}):
-        call(plain(), kernel_options=kernel_options)
-    assert prepared(world.flex) == [0] * 4
 
 
 @pytest.mark.parametrize("scale", (0, -0.5, 0.5, np.float32(0.25), 2))

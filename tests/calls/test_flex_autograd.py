@@ -171,6 +171,28 @@ def test_captured_tensors_of_other_kinds(launches: Launches) -> None:
     assert not out.requires_grad and not aux.lse.requires_grad and not aux.max_scores.requires_grad
 
 
+def test_a_result_that_does_not_depend_on_the_score(launches: Launches) -> None:
+    leaves = leaves_of()
+    call(leaves, score_mod=lambda s, b, h, q, k: leaves["table"][h, q - k + S] * 1.0).sum().backward()
+    assert bool((leaves["table"].grad == FIRST_CAPTURE).all())
+
+
+def test_a_parameter_of_a_module(launches: Launches) -> None:
+    """A method as a score function, and hooks, as modules have them."""
+
+    class Bias(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = torch.nn.Parameter(TABLE.float())
+
+        def score(self, s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+            return s + self.table[h, q - k + S]
+
+    bias, leaves = Bias(), leaves_of(())
+    call(leaves, score_mod=bias.score).sum().backward()
+    assert bool((bias.table.grad == FIRST_CAPTURE).all())
+
+
 @pytest.mark.parametrize("lacking", (("q", "full_q"), ("full_q",)))
 def test_lists_by_columns_are_made_in_the_backward(launches: Launches, lacking: tuple[str, ...]) -> None:
     """The backward walks what came with a mask that had them."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 from calls.fakes import Arguments, FakeArray, World
@@ -53,9 +54,9 @@ def test_layers_share_what_is_known(world: World, operation: Operation) -> None:
 
 OPTIONS: dict[str, tuple[Any, ...]] = {
     "bool": (True, False),
-    "float": (0.5,),
-    "float | None": (0.125,),
-    "int": (3,),
+    "float": (0.5, np.float64(0)),
+    "float | None": (0.125, np.float32(0.5)),
+    "int": (3, np.int64(0)),
 }
 """Values that options are given, by their annotation."""
 

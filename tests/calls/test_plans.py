@@ -129,36 +129,16 @@ def test_first_call_fills_it(world: World, make: Callable[[], Arguments]) -> Non
     assert plan.config == config
     assert (plan.tile_scheduler_metadata.shape, plan.num_splits.shape) == ((parts, 8), (B + 1,))
     (launched,) = world.plans
-    assert launched.pop("capturing")() is False
-    assert launched == {
-        "device": 0,
-        "stream": 0x51,
-        "tokens": tokens,
-        "b": B,
-        "num_parts": parts,
-        "sched_meta": plan.tile_scheduler_metadata.ptr,
-        "num_splits": plan.num_splits.ptr,
-        "splits_length": B + 1,
-        "object_layout": True,
-        "batch_invariant": False,
-    }
+    assert (launched["tokens"], launched["b"], launched["num_parts"]) == (tokens, B, parts)
+    assert launched["object_layout"] and not launched["batch_invariant"]
     (args,) = launches(world)
     assert (args.sched_meta, args.num_splits) == (launched["sched_meta"], launched["num_splits"])
     assert (args.num_parts, args.object_layout) == (parts, True)
 
 
-@each_kind
-def test_later_calls_reuse_it(world: World, make: Callable[[], Arguments]) -> None:
-    plan = rawmla.FlashMLASchedMeta()
-    for _ in range(3):
-        decode(**with_plan(make, plan))
-    assert len(world.plans) == 1 and len(launches(world)) == 3
-    assert len({args.sched_meta for args in launches(world)}) == 1
-
-
 @pytest.mark.parametrize(
     ("s_q", "h_q", "parts"),
-    ((1, 1, 132), (1, 64, 132), (1, 65, 66), (2, 128, 33), (3, 8, 44), (5, 200, 6), (200, 128, 1)),
+    ((1, 64, 132), (1, 65, 66), (200, 128, 1)),
 )
 def test_number_of_parts_of_a_sparse_plan(world: World, s_q: int, h_q: int, parts: int) -> None:
     plan = rawmla.FlashMLASchedMeta()
@@ -351,7 +331,6 @@ def test_batch_invariant_plan_of_another_library(world: World, where: str) -> No
 class TestNoPlan:
     """What callers pass by mistake: the argument is named, and what to do."""
 
-    @pytest.mark.parametrize("with_splits", (False, True))
     @pytest.mark.parametrize(
         ("given", "texts"),
         (
@@ -369,17 +348,12 @@ class TestNoPlan:
         ids=("None", "class", "foreign class", "tuple", "list", "str", "half a plan"),
     )
     @pytest.mark.parametrize("make", (dense_arguments, sparse_arguments), ids=("dense", "sparse"))
-    def test_refused(
-        self, world: World, make: Any, given: Any, texts: tuple[str, ...], with_splits: bool
-    ) -> None:
-        arguments = make() | {"tile_scheduler_metadata": given}
-        if not with_splits:
-            arguments["num_splits"] = None
-        with pytest.raises(
-            TypeError, match=r"^tile_scheduler_metadata: expected a FlashMLASchedMeta or "
-        ) as e:
-            decode(**arguments)
-        assert all(text in str(e.value) for text in texts), str(e.value)
+    def test_refused(self, world: World, make: Any, given: Any, texts: tuple[str, ...]) -> None:
+        expected = r"^tile_scheduler_metadata: expected a FlashMLASchedMeta or "
+        for more in ({}, {"num_splits": None}):
+            with pytest.raises(TypeError, match=expected) as e:
+                decode(**make() | {"tile_scheduler_metadata": given, **more})
+            assert all(text in str(e.value) for text in texts), str(e.value)
         assert world.untouched
 
     @pytest.mark.parametrize("make", (rawmla.FlashMLASchedMeta, VllmPlan))
@@ -394,24 +368,15 @@ class TestNoPlan:
 
 @pytest.mark.parametrize("topk", (None, TOPK))
 def test_tensors(world: World, topk: int | None) -> None:
-    rows, splits = rawmla.get_mla_metadata(LENGTHS, 128, 1, topk=topk)
+    rows, splits = rawmla.get_mla_metadata(LENGTHS, num_heads_per_head_k=128, num_heads_k=1, topk=topk)
     parts = 66 if topk else metadata.num_sm_parts(SM_COUNT, 1, 128, 1)  # one query token is assumed
     assert (rows.shape, splits.shape) == ((parts, 8), (B + 1,))
     assert rows.dtype == splits.dtype == "int32"
     (launched,) = world.plans
-    assert launched.pop("capturing")() is False
-    assert launched == {
-        "device": 0,
-        "stream": 0x51,
-        "tokens": metadata.TokenCounts(0, 0, topk, 0) if topk else metadata.TokenCounts(0x4000),
-        "b": B,
-        "num_parts": parts,
-        "sched_meta": rows.ptr,
-        "num_splits": splits.ptr,
-        "splits_length": B + 1,
-        "object_layout": False,
-        "batch_invariant": False,
-    }
+    tokens = metadata.TokenCounts(0, 0, topk, 0) if topk else metadata.TokenCounts(0x4000)
+    assert (launched["tokens"], launched["num_parts"]) == (tokens, parts)
+    assert (launched["sched_meta"], launched["num_splits"]) == (rows.ptr, splits.ptr)
+    assert not launched["object_layout"] and not launched["batch_invariant"]
 
 
 @pytest.mark.parametrize("num_heads_q", (None, 2, 16, 32))
@@ -496,16 +461,6 @@ def test_object_without_arrays(world: World, plan_class: Any) -> None:
     assert world.decodes[0].batch_invariant is True and plan.config.enable_batch_invariant is True
 
 
-@each_class
-def test_an_object_without_a_call_says_what_it_holds(world: World, plan_class: Any) -> None:
-    """Computed again in the other way: calls size their scratch by what the object says."""
-    plan = plan_class()
-    for batch_invariant in (False, True):
-        rawmla.get_mla_metadata(LENGTHS, 16, 2, out=plan, enable_batch_invariant=batch_invariant)
-        assert world.plans[-1]["batch_invariant"] is batch_invariant
-        assert getattr(plan, "enable_batch_invariant", False) is batch_invariant
-
-
 def test_an_object_with_no_place_for_batch_invariance(world: World) -> None:
     class Slots:
         __slots__ = ("have_initialized", "config", "tile_scheduler_metadata", "num_splits")
@@ -524,17 +479,13 @@ def test_an_object_with_no_place_for_batch_invariance(world: World) -> None:
 TWO = (FakeArray((9, 8)), FakeArray((B + 1,)))
 # The argument, the exception, the end of the text, and the arguments by name.
 BAD_METADATA: list[tuple[str, type[Exception], str, Arguments]] = [
-    ("cache_seqlens", TypeError, "got NoneType", {"cache_seqlens": None}),
     ("cache_seqlens", TypeError, "got int64", {"cache_seqlens": FakeArray((B,), "int64")}),
-    ("cache_seqlens", ValueError, "got [3, 1]", {"cache_seqlens": FakeArray((B, 1))}),
     ("cache_seqlens", ValueError, "stride 2", {"cache_seqlens": FakeArray((B,), strides=(2,))}),
     ("cache_seqlens", ValueError, "got 16385", {"cache_seqlens": FakeArray((16385,))}),
     ("cache_seqlens", ValueError, "numpy.ndarray", {"cache_seqlens": np.zeros(3, np.int32)}),
     ("num_q_tokens_per_head_k", TypeError, "got None", {"num_q_tokens_per_head_k": None}),
-    ("num_q_tokens_per_head_k", TypeError, "got float 1.0", {"num_q_tokens_per_head_k": 1.0}),
     ("num_q_tokens_per_head_k", ValueError, "got 0", {"num_q_tokens_per_head_k": 0}),
     ("num_heads_k", TypeError, "got None", {"num_heads_k": None}),
-    ("num_heads_k", TypeError, "got bool True", {"num_heads_k": True}),
     ("num_heads_k", ValueError, "got -1", {"num_heads_k": -1}),
     ("num_heads_k", ValueError, "1 with topk, got 2", {"topk": 64, "num_heads_k": 2}),
     ("num_heads_q", ValueError, "got 3 with num_heads_k = 2", {"num_heads_k": 2, "num_heads_q": 3}),
@@ -548,9 +499,7 @@ BAD_METADATA: list[tuple[str, type[Exception], str, Arguments]] = [
     ("is_fp8_kvcache", TypeError, "got int 1", {"is_fp8_kvcache": 1}),
     ("enable_batch_invariant", TypeError, "got int 1", {"enable_batch_invariant": 1}),
     ("topk", ValueError, "got 0", {"topk": 0}),
-    ("topk", ValueError, "got -1", {"topk": -1}),
     ("topk", TypeError, "got float 64.0", {"topk": 64.0}),
-    ("topk", TypeError, "got bool True", {"topk": True}),
     ("topk", ValueError, "below 2**30", {"topk": 2**30}),
     ("out", TypeError, "got FakeArray", {"out": TWO[0]}),
     ("out", TypeError, "got tuple", {"out": TWO[:1]}),

@@ -11,7 +11,6 @@ import rawmla
 from calls.fakes import (
     COPY,
     H_Q,
-    NUM_BLOCKS,
     PAGE,
     S_KV,
     SM_COUNT,
@@ -26,7 +25,6 @@ from calls.fakes import PREFILL_S_Q as S_Q
 from calls.refusals import Refusal, check_all_refused
 from rawmla.kernels import mla_metadata as metadata
 from rawmla.kernels import mla_sparse_prefill as sparse_prefill
-from rawmla.kernels.mla_sparse import Cache
 
 prefill = rawmla.flash_mla_sparse_fwd
 OUT_SHAPE = (S_Q, H_Q, 512)
@@ -97,24 +95,13 @@ def test_caches_that_are_refused(world: World, layout: str, columns: int) -> Non
 # ---- what launches get
 
 
-CACHE = {
-    "bf16 576": Cache(1, S_KV, 1152, 1152, TOPK, TOPK, TOPK),
-    "bf16 512": Cache(1, S_KV, 1024, 1024, TOPK, TOPK, TOPK),
-    "v32": Cache(PAGE, NUM_BLOCKS, PAGE * 656, 656, TOPK, TOPK, TOPK),
-    "model1": Cache(PAGE, NUM_BLOCKS, PAGE * 584, 576, TOPK, TOPK, TOPK),
-}
-
-
 @pytest.mark.parametrize(
     ("layout", "apply", "field", "value"),
     (
-        ("bf16 576", change("kv", strides=(640, 3, 1)), "cache", {"block_stride": 1280}),
         ("bf16 576", change("kv", strides=(8, 3, 1)), "cache", {"block_stride": 16}),  # rows may overlap
         ("bf16 576", change("kv", strides=(0, 3, 1)), "cache", {"block_stride": 0}),
         ("bf16 576", change("kv", shape=(1, 1, 576), strides=(-7, 3, 1)), "cache", {"num_blocks": 1}),
-        ("bf16 576", change("indices", strides=(5000, 9, 1)), "cache", {"index_stride_b": 5000}),
         ("bf16 576", change("indices", strides=(0, 9, 1)), "cache", {"index_stride_b": 0}),
-        ("bf16 576", change("q", strides=(584, 584 * S_Q, 1)), "q_strides", (584, 0, 584 * S_Q)),
         ("v32", change("kv", ptr=0x2008), "load_bytes", 8),
         ("v32", change("kv", strides=(PAGE * 656 + 8, 656, 656, 1)), "load_bytes", 8),
     ),
@@ -133,8 +120,8 @@ def test_strides(
 
 @pytest.mark.parametrize(
     "changes",
-    ({"ptr": 0x1002}, {"strides": (H_Q * 580, 580, 1)}, {"strides": (0, 576, 1)}),
-    ids=("address", "odd", "expanded"),
+    ({"strides": (-H_Q * 576, 576, 1)}, {"strides": (0, 576, 1)}),
+    ids=("negative", "expanded"),
 )
 def test_q_that_is_copied(world: World, changes: Arguments) -> None:
     arguments = prefill_arguments()
@@ -144,18 +131,6 @@ def test_q_that_is_copied(world: World, changes: Arguments) -> None:
     assert world.framework.copied == [arguments["q"]]
     assert (args.q, args.q_rope) == (COPY, COPY + 2 * 512)
     assert args.q_strides == args.q_rope_strides == (H_Q * 576, 0, 576)
-
-
-@pytest.mark.parametrize(
-    ("h_q", "parts"), ((1, 132), (63, 132), (64, 132), (65, 66), (128, 66), (130, 44), (9000, 1))
-)
-def test_heads_and_parts(world: World, h_q: int, parts: int) -> None:
-    arguments = prefill_arguments() | {"topk_length": LENGTHS}
-    change("q", shape=(S_Q, h_q, 576))(arguments)
-    prefill(**arguments)
-    (args,), (plan,) = world.sparse, world.plans
-    assert (args.h_q, args.num_parts, plan["num_parts"]) == (h_q, parts, parts)
-    assert bool(args.scratch_bytes) == (parts > 1)
 
 
 @pytest.mark.parametrize("limited", (False, True))

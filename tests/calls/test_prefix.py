@@ -117,24 +117,18 @@ DTYPE_NAME = "kv_cache_dtype"
 REFUSALS: list[Refusal] = [
     ("q", TypeError, "float32 is not supported yet", change("q", dtype="float32")),
     ("q", ValueError, "1 to 256 ... 264", shapes(q=(TOKENS, H_Q, 264))),
-    ("q", ValueError, "1 to 256 ... got 0", shapes(q=(TOKENS, H_Q, 0))),
     ("q", ValueError, "less than 2**30", shapes(q=(2**30, H_Q, D))),
     ("q", ValueError, "h_q 7 ... h_kv 2", shapes(q=(TOKENS, 7, D))),
-    ("q", ValueError, "h_q 0 ... h_kv 2", shapes(q=(TOKENS, 0, D))),
     ("v", ValueError, "as k is one ... None", put("v", None)),
     ("k", ValueError, "as v is one ... None", put("k", None)),
     ("k", ValueError, "[40, 2, 128] ... [39,", shapes(k=(39, H_KV, D))),
-    ("k", ValueError, "[40, 2, 128] ... [40, 8,", shapes(k=Q)),
     ("v", ValueError, "[40, 2, 128] ... 64]", shapes(v=(TOKENS, H_KV, 64))),
     ("o", TypeError, "float8_e4m3fn or uint8 or int8 ... float16", change("o", dtype="float16")),
-    ("o", TypeError, "float8_e4m3fn ... e5m2", change("o", dtype="float8_e5m2")),
     ("o", TypeError, "fp8_out_scale ... bfloat16", change("o", dtype="bfloat16")),
     ("o", TypeError, "bfloat16, the dtype of q ... uint8", put("fp8_out_scale", None)),
     ("o", ValueError, "overlap", change("o", strides=(512, 128, 1))),
     ("o", ValueError, "positive", change("o", strides=(0, 128, 1))),
-    ("o", ValueError, "positive", change("o", strides=(-1024, 128, 1))),
     (DTYPE_NAME, TypeError, "str ... None", put(DTYPE_NAME, None)),
-    (DTYPE_NAME, TypeError, "str ... list", put(DTYPE_NAME, ["fp8"])),
     (DTYPE_NAME, ValueError, "auto ... fp8_e5m2 ... 'fp4'", put(DTYPE_NAME, "fp4")),
     *[
         (DTYPE_NAME, ValueError, f"k_cache of uint8 ... {name}", put(DTYPE_NAME, name))
@@ -169,11 +163,8 @@ REFUSALS: list[Refusal] = [
     ),
     ("k_cache", ValueError, "128 / x ... [50, 2, 128, 16]", shapes(k_cache=V_CACHE)),
     ("k_cache", ValueError, "128 / x", shapes(k_cache=(BLOCKS, H_KV, 15, PAGE, 8))),
-    ("k_cache", ValueError, "128 / x", shapes(k_cache=(BLOCKS, H_KV, 8, PAGE, 8))),
-    ("k_cache", ValueError, "h_kv", shapes(k_cache=(BLOCKS, 0, *K_CACHE[2:]))),
     ("k_cache", ValueError, "block_size", shapes(k_cache=(BLOCKS, H_KV, 16, 0, X))),
     ("v_cache", ValueError, "[50, 2, 128, 16] ... [49", shapes(v_cache=(49, *V_CACHE[1:]))),
-    ("v_cache", ValueError, "[50, 2, 128, 16]", shapes(v_cache=K_CACHE)),
     *[(name, ValueError, "16-byte aligned ... 0x5008", change(name, ptr=0x5008)) for name in CACHES],
     *[
         (name, ValueError, text, change(name, strides=(*steps, *contiguous(shape)[2:])))
@@ -214,7 +205,6 @@ REFUSALS: list[Refusal] = [
         (name, ValueError, "-1", put(name, -1))
         for name in ("max_seq_len", "max_input_len", "interleaved_v_pack_factor")
     ],
-    ("max_seq_len", TypeError, "4.0", put("max_seq_len", 4.0)),
     (
         "interleaved_v_pack_factor",
         ValueError,
@@ -222,18 +212,14 @@ REFUSALS: list[Refusal] = [
         put("interleaved_v_pack_factor", 3),
     ),
     ("sliding_window", TypeError, "int ... 4.0", put("sliding_window", 4.0)),
-    ("sliding_window", TypeError, "int ... tuple", put("sliding_window", (4, 0))),
     *[
         (name, ValueError, f"finite ... {float(value)}", put(name, value))
-        for name in ("sm_scale", *SCALES)
+        for name in SCALES
         for value in (0, -1.0, math.nan, math.inf)
     ],
     *[(name, TypeError, "float32 ... got None", put(name, None)) for name in SCALES[:2]],
     *[(name, TypeError, "float32 ... '1'", put(name, "1")) for name in SCALES],
-    *[(name, TypeError, "float32 ... True", put(name, True)) for name in SCALES],
-    *[(name, TypeError, "float32 ... float64", change(name, dtype="float64")) for name in SCALES],
     *[(name, ValueError, "[] or [1] ... [2]", shapes(**{name: (2,)})) for name in SCALES],
-    *[(name, ValueError, "[] or [1] ... [1, 1]", shapes(**{name: (1, 1)})) for name in SCALES],
     ("alibi_slopes", ValueError, "None with causal=False", put("causal", False)),
     ("alibi_slopes", ValueError, "[8]", shapes(alibi_slopes=(B, H_Q))),
 ]
@@ -291,7 +277,6 @@ def test_own_tokens_from_the_cache(world: World) -> None:
     (
         (None, NO_BOUND),
         (0, NO_BOUND),
-        (-(2**40), NO_BOUND),
         (1, 0),
         (np.int64(3), 2),
         (2**30, 2**30 - 1),

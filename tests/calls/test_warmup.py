@@ -11,7 +11,6 @@ import pytest
 import rawmla
 from calls import test_dense as dense
 from calls.fakes import (
-    B,
     FakeArray,
     FakeFramework,
     World,
@@ -49,15 +48,6 @@ def test_plan_objects(world: World, make: Callable[[], Any], filled: bool, plan_
     assert vars(plan) == before and not world.framework.allocated
     decode(**arguments)
     assert [launch.stream for launch in world.decodes + world.sparse] == [NO_LAUNCH, 0x51]
-
-
-def test_metadata(world: World) -> None:
-    lengths = FakeArray((B,), ptr=0x4000)
-    rawmla.warmup_call(rawmla.get_mla_metadata, lengths, 128, 1)
-    rows, splits = FakeArray((9, 8), ptr=0x8000), FakeArray((60,), ptr=0x9000)
-    rawmla.warmup_call(rawmla.get_mla_metadata, lengths, 128, 1, out=(rows, splits))
-    assert [launch["stream"] for launch in world.plans] == [NO_LAUNCH, NO_LAUNCH]
-    assert world.plans[1]["sched_meta"] == 0x8000 and not world.framework.allocated
 
 
 def test_what_the_call_refuses(world: World) -> None:
@@ -271,26 +261,3 @@ def test_create_block_mask(world: World, monkeypatch: pytest.MonkeyPatch) -> Non
     loaded = list(world.loaded)
     rawmla.create_block_mask("q_idx > 3", None, 2, L, S, **arguments)
     assert {x.stream for x in world.enqueued} == {0x52} and set(world.loaded) == set(loaded)
-
-
-@pytest.mark.parametrize(
-    ("changes", "kind", "text"),
-    (
-        ({"Q_LEN": 2.5}, TypeError, "^Q_LEN: expected an int"),
-        ({"BLOCK_SIZE": 100}, ValueError, "^BLOCK_SIZE: expected"),
-        ({"mask_mod": None}, TypeError, "^mask_mod: expected a function"),
-        ({"other": 1}, TypeError, "unexpected keyword argument 'other'"),
-        ({"mask_mod": rawmla.CudaMod("q_idx >= kv_idx")}, None, ""),
-    ),
-)
-def test_create_block_mask_refuses_what_the_call_refuses(
-    world: World, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], kind: Any, text: str
-) -> None:
-    monkeypatch.setattr(create, "framework_named", lambda name: world.framework)
-    arguments = {"mask_mod": "q_idx > 3", "B": 1, "H": 1, "Q_LEN": L, "KV_LEN": S, "device": 0, **changes}
-    if kind is None:
-        rawmla.warmup_call(rawmla.create_block_mask, **arguments)
-    else:
-        with pytest.raises(kind, match=text):
-            rawmla.warmup_call(rawmla.create_block_mask, **arguments)
-    assert bool(world.loaded) == (kind is None)
