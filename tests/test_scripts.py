@@ -19,6 +19,7 @@ pytest.importorskip("torch")
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))
 
+import update_figures  # noqa: E402
 from bench import (  # noqa: E402
     ahead,
     check,
@@ -441,7 +442,7 @@ def test_the_benchmark_without_a_gpu(
     assert "block_mask_states" in out and all(len(line) <= tables.WIDTH for line in lines)
     from tests.emulator import cases
 
-    monkeypatch.setattr(cases, "check", lambda name, case: lambda: 1 / 0)
+    monkeypatch.setattr(cases, "check", lambda name, case: 1 / 0)
     assert emulated.run("no GPU", [families.family_of("flex-block-mask-causal-s8192")]) == 1
     assert "FAILED: block_mask b=1" in capsys.readouterr().out
 
@@ -743,7 +744,7 @@ def test_a_record_with_a_changed_row_is_refused(
         for load, error in ((record.read, record.RecordError), (ratios.load, ValueError)):
             with pytest.raises(error, match="it was changed after its run"):
                 load(path)
-        assert pages.main(["--check"]) == 2
+        assert update_figures.main(["--check"]) == 2
         assert check.main(["--merge", str(path), "--record", str(merged)]) == 2 and not merged.exists()
         assert capsys.readouterr().err.count("it was changed after its run") == 2
     for text in ("{}", "[]", "no JSON", '{"parts": [{}]}'):
@@ -885,4 +886,4 @@ def test_the_pages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_pages_come_from_the_record() -> None:
     """The record is as its runs wrote it, and the pages say what it has."""
-    assert pages.main(["--check"]) == 0
+    assert update_figures.main(["--check"]) == 0
