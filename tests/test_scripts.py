@@ -175,13 +175,13 @@ def test_the_ways_of_timing(fake_gpu: FakeGPU) -> None:
     graph = timing.Graph(timing.repeat(calls.append, 10), 10)
     assert calls == 2 * list(range(10))  # once before the capture
 
-    assert graph.without_rests(5).us == pytest.approx(replay * 1e5, rel=0.01)
+    assert graph.without_rests(5)["us"] == pytest.approx(replay * 1e5, rel=0.01)
     assert len(fake_gpu.runs) >= 5 + timing.WARMUP_REPLAYS
     assert fake_gpu.runs[-6][1] >= timing.WARMUP_SECONDS
     assert max(fake_gpu.gaps()) < 1e-4 and not fake_gpu.naps
 
     fake_gpu.runs.clear()
-    assert graph.rested(5).us == pytest.approx(replay * 1e5, rel=0.01)
+    assert graph.rested(5)["us"] == pytest.approx(replay * 1e5, rel=0.01)
     *before, after = fake_gpu.naps
     assert after == pytest.approx(10 * 5 * replay, rel=0.01)
     assert len(before) == (1 if replay > 1e-3 else 0)
@@ -203,7 +203,7 @@ def test_enqueued_calls_wait_for_the_last(fake_gpu: FakeGPU) -> None:
         fake_gpu.now += 3e-3
         fake_gpu.run()
 
-    assert timing.Enqueued(calls, 1).without_rests(5).us == pytest.approx(1e3, rel=0.01)
+    assert timing.Enqueued(calls, 1).without_rests(5)["us"] == pytest.approx(1e3, rel=0.01)
 
 
 def test_power_is_read_during_the_load(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -416,8 +416,8 @@ class PrefillCase(Case):
         rest()
         count = calls_per_graph(self, GRAPH_FLOPS)
         return {
-            "gathered_us": time_graph(repeat(both, count), count, replays).us,
-            "gather_us": time_graph(repeat(gather, CALLS_PER_GRAPH), CALLS_PER_GRAPH, replays).us,
+            "gathered_us": time_graph(repeat(both, count), count, replays)["us"],
+            "gather_us": time_graph(repeat(gather, CALLS_PER_GRAPH), CALLS_PER_GRAPH, replays)["us"],
         }
 
     def prepare(self) -> Prepared:
