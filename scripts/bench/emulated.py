@@ -97,7 +97,7 @@ def cells_of(results: Sequence[Result]) -> Cells:
             if "problem" not in kernel:
                 spills = kernel["spill_stores"] + kernel["spill_loads"]
                 shared = kernel["static_shared_bytes"] + kernel["dynamic_shared_bytes"]
-                figures = [str(kernel["registers"]), str(spills), str(shared)]
+                figures = [str(one) for one in (kernel["registers"], spills, shared)]
             cells.append([*first, kernel["label"].partition("[")[0], *figures])
             first = ["", ""]
     return cells
