@@ -18,10 +18,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
-
 ROOT = Path(__file__).resolve().parents[1]
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 CUDA_OF = {"cu12": 12, "cu13": 13}
@@ -85,31 +81,27 @@ def fault(extras: tuple[str, ...], found: dict[str, str]) -> str:
     return ""
 
 
+def judge(wish: tuple[str, tuple[str, ...]]) -> tuple[dict[str, str], str]:
+    """Solution and verdict of a combination."""
+    try:
+        found = resolve(*wish)
+        return found, fault(wish[1], found) or "ok"
+    except RuntimeError as error:
+        return {}, str(error)
+
+
 def main() -> int:
-    """Print a table of all combinations; 0 if each passes, else 1."""
-    table = Table("Python", "extras", "torch", "NVRTC", "cuda-bindings", "CuPy", "packages", "verdict")
-    faults = 0
+    """Print a line for each combination; 0 if each passes, else 1."""
     wanted = list(combinations())
-
-    def judge(wish: tuple[str, tuple[str, ...]]) -> tuple[dict[str, str], str]:
-        try:
-            found = resolve(*wish)
-            return found, fault(wish[1], found)
-        except RuntimeError as error:
-            return {}, str(error)
-
     with ThreadPoolExecutor(8) as pool:  # they wait for the index, not for the processor
-        answers = pool.map(judge, wanted)
-        shown = list(track(answers, "resolving", total=len(wanted), console=Console(stderr=True)))
-    for (python, extras), (found, verdict) in zip(wanted, shown, strict=True):
-        faults += bool(verdict)
-        cuda = CUDA_OF[extras[0]]
-        columns = ("torch", NVRTC_OF[cuda], "cuda-bindings", f"cupy-cuda{cuda}x")
-        versions = [found.get(name, "-") for name in columns]
-        table.add_row(python, ",".join(extras), *versions, str(len(found)), verdict or "ok")
-    Console(width=None if sys.stdout.isatty() else 140).print(table)
-    print(f"{len(wanted) - faults} of {len(wanted)} installations resolve")
-    return 1 if faults else 0
+        answers = list(pool.map(judge, wanted))
+    for (python, extras), (found, verdict) in zip(wanted, answers, strict=True):
+        columns = ("torch", NVRTC_OF[CUDA_OF[extras[0]]], "cuda-bindings")
+        versions = " ".join(f"{name} {found.get(name, '-')}" for name in columns)
+        print(f"{python:5}{','.join(extras):30}{versions:60}{verdict}")
+    good = sum(verdict == "ok" for _, verdict in answers)
+    print(f"{good} of {len(wanted)} installations resolve")
+    return 0 if good == len(wanted) else 1
 
 
 if __name__ == "__main__":

@@ -368,13 +368,13 @@ class FakeTimer(timing.Graph):
         calls()
         self.name = f"{self.names[0]} x{count}{' enqueued' if isinstance(self, FakeEnqueued) else ''}"
 
-    def rested(self, replays: int) -> timing.Timing:
+    def rested(self, replays: int) -> dict[str, float]:
         self.log.append(f"rested {self.name}")
-        return timing.Timing.of([float(len(self.log)), 1.0, 99.0])
+        return timing.timing_of([float(len(self.log)), 1.0, 99.0])
 
-    def without_rests(self, replays: int) -> timing.Timing:
+    def without_rests(self, replays: int) -> dict[str, float]:
         self.log.append(f"no rests {self.name}")
-        return timing.Timing.of([20.0])
+        return timing.timing_of([20.0])
 
     def sustained(self, seconds: float) -> dict[str, float]:
         self.log.append(f"{seconds:.1f} s {self.name}")

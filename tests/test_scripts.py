@@ -19,6 +19,7 @@ pytest.importorskip("torch")
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))
 
+import update_figures  # noqa: E402
 from bench import (  # noqa: E402
     ahead,
     check,
@@ -174,13 +175,13 @@ def test_the_ways_of_timing(fake_gpu: FakeGPU) -> None:
     graph = timing.Graph(timing.repeat(calls.append, 10), 10)
     assert calls == 2 * list(range(10))  # once before the capture
 
-    assert graph.without_rests(5).us == pytest.approx(replay * 1e5, rel=0.01)
+    assert graph.without_rests(5)["us"] == pytest.approx(replay * 1e5, rel=0.01)
     assert len(fake_gpu.runs) >= 5 + timing.WARMUP_REPLAYS
     assert fake_gpu.runs[-6][1] >= timing.WARMUP_SECONDS
     assert max(fake_gpu.gaps()) < 1e-4 and not fake_gpu.naps
 
     fake_gpu.runs.clear()
-    assert graph.rested(5).us == pytest.approx(replay * 1e5, rel=0.01)
+    assert graph.rested(5)["us"] == pytest.approx(replay * 1e5, rel=0.01)
     *before, after = fake_gpu.naps
     assert after == pytest.approx(10 * 5 * replay, rel=0.01)
     assert len(before) == (1 if replay > 1e-3 else 0)
@@ -202,7 +203,7 @@ def test_enqueued_calls_wait_for_the_last(fake_gpu: FakeGPU) -> None:
         fake_gpu.now += 3e-3
         fake_gpu.run()
 
-    assert timing.Enqueued(calls, 1).without_rests(5).us == pytest.approx(1e3, rel=0.01)
+    assert timing.Enqueued(calls, 1).without_rests(5)["us"] == pytest.approx(1e3, rel=0.01)
 
 
 def test_power_is_read_during_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -743,7 +744,7 @@ def test_a_record_with_a_changed_row_is_refused(
         for load, error in ((record.read, record.RecordError), (ratios.load, ValueError)):
             with pytest.raises(error, match="it was changed after its run"):
                 load(path)
-        assert pages.main(["--check"]) == 2
+        assert update_figures.main(["--check"]) == 2
         assert check.main(["--merge", str(path), "--record", str(merged)]) == 2 and not merged.exists()
         assert capsys.readouterr().err.count("it was changed after its run") == 2
     for text in ("{}", "[]", "no JSON", '{"parts": [{}]}'):
@@ -885,4 +886,4 @@ def test_the_pages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_pages_come_from_the_record() -> None:
     """The record is as its runs wrote it, and the pages say what it has."""
-    assert pages.main(["--check"]) == 0
+    assert update_figures.main(["--check"]) == 0

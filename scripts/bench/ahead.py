@@ -21,19 +21,13 @@ and FlashAttention-4 would compile anew in each process."""
 PROCESSES = 16
 
 
-def compiles_when_called(case: Case) -> bool:
-    """Whether a first call of the case, or of a library beside it, compiles."""
-    family = families.family_of(case.id)
-    return family.attention and family.rounds > 1
-
-
 class Ahead:
-    """The processes of these cases, begun. It is worth it from two such cases on."""
+    """The processes of the cases that libraries run beside, begun. It is worth it from two cases on."""
 
     def __init__(self, chosen: Sequence[Case]) -> None:
         for name, value in SETTINGS.items():
             os.environ.setdefault(name, value)
-        names = [case.id for case in chosen if compiles_when_called(case)]
+        names = [case.id for case in chosen if families.family_of(case.id).rounds > 1]
         count = min(len(names), os.cpu_count() or 1, PROCESSES) if len(names) > 1 else 0
         path = os.pathsep.join([str(ROOT / "scripts"), *filter(None, [os.environ.get("PYTHONPATH")])])
         environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}

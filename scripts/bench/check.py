@@ -32,7 +32,6 @@ from typing import Any
 
 from . import ROOT, record
 from . import run as benchmark
-from .families import table
 
 STAGES = ("bench", "tests", "sanitizer")
 SANITIZER_TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
@@ -308,6 +307,8 @@ def run_stage(stage: str, options: argparse.Namespace) -> Run:
 
 def shortcomings(parts: Sequence[record.Part]) -> list[str]:
     """What failed, in the results that count, and what a whole record has beside."""
+    from .families import table
+
     found = record.errors(parts)
     for row in record.latest(parts, "tests"):
         found += [f"failed: {name}" for name in row["failures"]]

@@ -6,7 +6,7 @@ import importlib.util
 import os
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -58,10 +58,11 @@ def run_small(families: Sequence[Family]) -> list[Result]:
     from tests.emulator.cases import check
 
     build = jit.build  # of the library itself: the emulated device has another
-    results, jobs = [], []
+    results = [Result(family.title) for family in families]
+    jobs: list[Iterator[Kernel]] = []
     with ThreadPoolExecutor(1) as pool:
-        for family in families:
-            result, emulator = Result(family.title), Emulator(FOLDER)
+        for family, result in zip(families, results, strict=True):
+            emulator = Emulator(FOLDER)
             name, *fields = shlex.split(family.small)
             try:
                 with emulator.installed():
@@ -70,11 +71,10 @@ def run_small(families: Sequence[Family]) -> list[Result]:
                 result.problem = f"{family.small}: {one_line(problem)}"
             said = "FAILED" if result.problem else "ran"
             print(f"{said} {family.title}: {family.small}", file=sys.stderr, flush=True)
-            results.append(result)
             ran = [spec for spec in emulator.kernels if spec.label in emulator.launched]
-            jobs.append([pool.submit(built, spec, build) for spec in ran])
-        for result, own in zip(results, jobs, strict=True):
-            result.kernels = [job.result() for job in own]
+            jobs.append(pool.map(lambda spec: built(spec, build), ran))
+    for result, own in zip(results, jobs, strict=True):
+        result.kernels = list(own)
     return results
 
 
@@ -97,7 +97,7 @@ def cells_of(results: Sequence[Result]) -> Cells:
             if "problem" not in kernel:
                 spills = kernel["spill_stores"] + kernel["spill_loads"]
                 shared = kernel["static_shared_bytes"] + kernel["dynamic_shared_bytes"]
-                figures = [str(kernel["registers"]), str(spills), str(shared)]
+                figures = [str(one) for one in (kernel["registers"], spills, shared)]
             cells.append([*first, kernel["label"].partition("[")[0], *figures])
             first = ["", ""]
     return cells

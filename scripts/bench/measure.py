@@ -59,7 +59,7 @@ def _backward_figures(ready: Prepared, count: int, replays: int) -> Row:
         return {}
 
     def us(call: Call) -> float:
-        return time_graph(repeat(call, count), count, replays).us
+        return time_graph(repeat(call, count), count, replays)["us"]
 
     plain, ordered = us(ready.call), us(ready.ordered)
     row = {"deterministic_us": ordered, "deterministic_ratio": ordered / plain}
@@ -90,21 +90,21 @@ def time_attention(case: Case, rounds: int, replays: int, sustain_seconds: float
 
     if rounds == 1:  # nothing rests between set-up and replays; ten calls, as in most published figures
         ten = timers[OURS] if count == CALLS_PER_GRAPH else ours(Graph, CALLS_PER_GRAPH)
-        note(OURS, "unrested_", {"us": ten.without_rests(replays).us})
+        note(OURS, "unrested_", {"us": ten.without_rests(replays)["us"]})
         del ten
     rest()
     for _ in range(rounds):
         for name, timer in timers.items():
-            note(name, "", vars(timer.rested(replays)))
+            note(name, "", timer.rested(replays))
     more = _backward_figures(ready, count, replays) | ready.more(replays)
     if ready.sets > 1:
-        more["cold_us"] = time_graph(repeat(ready.call, ready.sets), ready.sets, replays).us
+        more["cold_us"] = time_graph(repeat(ready.call, ready.sets), ready.sets, replays)["us"]
     if rounds > 1:
         # Untimed: without it the first alone would be timed after a rest.
         next(reversed(timers.values())).without_rests(replays)
         for _ in range(rounds):
             for name, timer in timers.items():
-                note(name, "unrested_", {"us": timer.without_rests(replays).us})
+                note(name, "unrested_", {"us": timer.without_rests(replays)["us"]})
     if sustain_seconds:
         for _ in range(rounds):
             for name, timer in timers.items():
@@ -129,9 +129,9 @@ def time_moving(case: Case, rounds: int, replays: int, sustain_seconds: float) -
     ready = case.prepare()
     rest()
     timing = time_graph(repeat(ready.call, CALLS_PER_GRAPH), CALLS_PER_GRAPH, replays)
-    row: Row = {"case": case.id, **vars(timing), **ready.more(replays)}
+    row: Row = {"case": case.id, **timing, **ready.more(replays)}
     if case.bytes_moved():
-        row["gbps"] = case.bytes_moved() / timing.us / 1e3
+        row["gbps"] = case.bytes_moved() / timing["us"] / 1e3
     return row
 
 
@@ -141,7 +141,7 @@ def measure_ceilings(replays: int) -> dict[str, float]:
     """
 
     def us(call: Call) -> Any:
-        return time_graph(repeat(call, CALLS_PER_GRAPH), CALLS_PER_GRAPH, replays).us
+        return time_graph(repeat(call, CALLS_PER_GRAPH), CALLS_PER_GRAPH, replays)["us"]
 
     a, b = (torch.randn(MATMUL_SIZE, MATMUL_SIZE, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     product = torch.empty_like(a)

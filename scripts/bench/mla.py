@@ -70,8 +70,42 @@ def _time_plan(replays: int, *arguments: Any, invariant: bool = False) -> float:
     return slope(call, *METADATA_GRAPH_CALLS, replays)
 
 
+class DecodingCase(Case):
+    """A case of decoding, with a plan. `invariant`: in batch-invariant mode."""
+
+    invariant: bool
+
+    def plan_arguments(self, inputs: Arrays) -> tuple[Any, ...]:
+        """The arguments of get_mla_metadata."""
+        raise NotImplementedError
+
+    def make_inputs(self, sets: int = 1, device: str = "cuda") -> Arrays:
+        """Inputs with disjoint sets of pages, which hold as many caches."""
+        raise NotImplementedError
+
+    def calls(self, module: Any, inputs: Arrays) -> Call:
+        """Calls of rawmla, or of another module with the same functions."""
+        raise NotImplementedError
+
+    def check(self, inputs: Arrays, out: Any) -> float:
+        """Error of some requests."""
+        raise NotImplementedError
+
+    def prepare(self) -> Prepared:
+        """See Case. Measures the plan, too."""
+        sets = rotated_sets(self)
+        inputs = self.make_inputs(sets)
+        call = self.calls(rawmla, inputs)
+
+        def more(replays: int) -> Row:
+            return {"meta_us": _time_plan(replays, *self.plan_arguments(inputs), invariant=self.invariant)}
+
+        peers = {"FlashMLA": lambda: self.calls(_flash_mla(), inputs)}
+        return Prepared(call, self.check(inputs, call(0)[0]), sets, peers=peers, more=more)
+
+
 @dataclass(eq=False)
-class DecodeCase(Case):
+class DecodeCase(DecodingCase):
     """One dense decode call: b requests of about s_k tokens each, paged cache, V inside K."""
 
     template = "decode-b{b}-q{s_q}-k{s_k}-h{h_q}[-{causal}]-{dtype:bf16|fp16}-(fixed|{varlen})[-{invariant}]"
@@ -138,44 +172,23 @@ class DecodeCase(Case):
         return worst_error(self, ((f"request {number}", got, one) for number, got, one in found))
 
     def plan_arguments(self, inputs: Arrays) -> tuple[Any, ...]:
-        """The arguments of get_mla_metadata."""
+        """See DecodingCase."""
         return inputs.cache_seqlens, self.s_q * self.h_q, 1, self.h_q
 
-    def decoder(self, function: Any, inputs: Arrays, plan: Any, **keywords: Any) -> Call:
-        """Calls of FlashMLA's function, or of rawmla's of the same name."""
+    def calls(self, module: Any, inputs: Arrays) -> Call:
+        """See DecodingCase."""
+        ours = {"enable_batch_invariant": self.invariant} if module is rawmla else {}
+        plan = module.get_mla_metadata(*self.plan_arguments(inputs)[: 4 if ours else 3], **ours)
 
         def call(table: int) -> Any:
             arguments = inputs.q, inputs.k_cache, inputs.block_tables[table], inputs.cache_seqlens, D_V
-            return function(*arguments, *plan, causal=self.causal, **keywords)
+            return module.flash_mla_with_kvcache(*arguments, *plan, causal=self.causal, **ours)
 
         return call
 
-    def prepare(self) -> Prepared:
-        sets = rotated_sets(self)
-        inputs, invariant = self.make_inputs(sets), self.invariant
-        plan = rawmla.get_mla_metadata(*self.plan_arguments(inputs), enable_batch_invariant=invariant)
-        call = self.decoder(rawmla.flash_mla_with_kvcache, inputs, plan, enable_batch_invariant=invariant)
-
-        def more(replays: int) -> Row:
-            return {"meta_us": _time_plan(replays, *self.plan_arguments(inputs), invariant=invariant)}
-
-        return Prepared(
-            call,
-            self.check(inputs, call(0)[0]),
-            sets,
-            peers={"FlashMLA": lambda: self.flash_mla(inputs)},
-            more=more,
-        )
-
-    def flash_mla(self, inputs: Arrays) -> Call:
-        """FlashMLA's calls."""
-        module = _flash_mla()
-        plan = module.get_mla_metadata(*self.plan_arguments(inputs)[:3])
-        return self.decoder(module.flash_mla_with_kvcache, inputs, plan)
-
 
 @dataclass(eq=False)
-class SparseCase(Case):
+class SparseCase(DecodingCase):
     """One sparse decode call: every query token attends `topk` tokens of its request's s_k, a random subset,
     and `extra_topk` of the same number in an extra cache.
 
@@ -286,12 +299,21 @@ class SparseCase(Case):
             found.append((f"request {request}", out[part], torch_reference.sparse_decode(chosen)[0]))
         return worst_error(self, found)
 
-    def decoder(self, function: Any, q: Any, inputs: Arrays, plan: Any) -> Call:
-        """Calls of FlashMLA's function, or of rawmla's of the same name."""
+    def plan_arguments(self, inputs: Arrays) -> tuple[Any, ...]:
+        """See DecodingCase: what rawmla takes from the arguments of a sparse call."""
+        requests = torch.zeros(self.b, dtype=torch.int32, device=inputs.q.device)
+        slots = 64 * (-(-self.topk // 64) + -(-self.extra_topk // 64))
+        return requests, self.s_q * self.h_q, 1, self.h_q, self.layout != "bf16", slots
+
+    def calls(self, module: Any, inputs: Arrays) -> Call:
+        """See DecodingCase."""
+        ours = {"enable_batch_invariant": self.invariant} if module is rawmla else {}
+        plan, _ = module.get_mla_metadata(**ours)
+        q = inputs.q if ours else _padded(inputs.q)
 
         def call(number: int) -> Any:
             indices, extra_indices = inputs.index_sets[number]
-            return function(
+            return module.flash_mla_with_kvcache(
                 *(q, inputs.k_cache, None, None, D_V, plan, None),
                 is_fp8_kvcache=self.layout != "bf16",
                 indices=indices,
@@ -301,26 +323,6 @@ class SparseCase(Case):
             )
 
         return call
-
-    def prepare(self) -> Prepared:
-        sets = rotated_sets(self)
-        inputs, invariant = self.make_inputs(sets), self.invariant
-        plan, _ = rawmla.get_mla_metadata(enable_batch_invariant=invariant)
-        call = self.decoder(rawmla.flash_mla_with_kvcache, inputs.q, inputs, plan)
-
-        def flash_mla() -> Call:
-            module = _flash_mla()
-            plan, _ = module.get_mla_metadata()
-            return self.decoder(module.flash_mla_with_kvcache, _padded(inputs.q), inputs, plan)
-
-        def more(replays: int) -> Row:
-            requests = torch.zeros(self.b, dtype=torch.int32, device="cuda")
-            slots = 64 * (-(-self.topk // 64) + -(-self.extra_topk // 64))
-            arguments = requests, self.s_q * self.h_q, 1, self.h_q, self.layout != "bf16", slots
-            return {"meta_us": _time_plan(replays, *arguments, invariant=invariant)}
-
-        error = self.check(inputs, call(0)[0])
-        return Prepared(call, error, sets, peers={"FlashMLA": flash_mla}, more=more)
 
 
 @dataclass(eq=False)
@@ -416,8 +418,8 @@ class PrefillCase(Case):
         rest()
         count = calls_per_graph(self, GRAPH_FLOPS)
         return {
-            "gathered_us": time_graph(repeat(both, count), count, replays).us,
-            "gather_us": time_graph(repeat(gather, CALLS_PER_GRAPH), CALLS_PER_GRAPH, replays).us,
+            "gathered_us": time_graph(repeat(both, count), count, replays)["us"],
+            "gather_us": time_graph(repeat(gather, CALLS_PER_GRAPH), CALLS_PER_GRAPH, replays)["us"],
         }
 
     def prepare(self) -> Prepared:

@@ -1,16 +1,10 @@
-"""Write README's measured section and docs/performance.md from docs/gpu-record.json.
-
-README gets a table by operation between its two markers, docs/performance.md every case. Times of other
-libraries come from docs/peers-h200.json. Without a record both say that nothing has been measured yet. A
-record that was changed after its runs is refused.
-"""
+"""README's measured section and docs/performance.md, from the record."""
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from . import ROOT, ratios, record, tables
 from .cases import Row
@@ -35,6 +29,12 @@ FOOTNOTE = (
     "such ratios move by up to 10 %. Under load the other library was not timed."
 )
 COUNTS = ("passed", "failed", "skipped")
+IN_WORDS: dict[str, Callable[[Row], str]] = {
+    "bench": lambda row: row.get("error") or f"{row['us']:.1f} µs",
+    "tests": lambda row: ", ".join(f"{row[key]} {key}" for key in COUNTS),
+    "sanitizer": lambda row: "clean" if row["clean"] else "not clean",
+}
+"""The result of a row, by stage."""
 
 
 def count(rows: Sequence[Row]) -> dict[str, int]:
@@ -54,14 +54,6 @@ def describe_tests(parts: Sequence[record.Part]) -> str:
     again = sum(len(record.repeated(parts, stage)) for stage in record.NAMES)
     sentences += [f"results of a second run: {again}"] if again else []
     return "; ".join(sentences) + "."
-
-
-IN_WORDS: dict[str, Callable[[Row], str]] = {
-    "tests": lambda row: ", ".join(f"{row[key]} {key}" for key in COUNTS),
-    "sanitizer": lambda row: "clean" if row["clean"] else "not clean",
-    "bench": lambda row: row.get("error") or f"{row['us']:.1f} µs",
-}
-"""The result of a row, by stage."""
 
 
 def runs_again(parts: Sequence[record.Part]) -> list[str]:
@@ -174,30 +166,7 @@ def replace_section(readme: str, section: str) -> str:
     return f"{head}{BEGIN}\n{section}\n{END}{tail}"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point; the exit status is 1 when --check finds a page out of date, and 2 where the record is not
-    as its runs wrote it.
-    """
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--check", action="store_true", help="change nothing; status 1 when a page is out of date"
-    )
-    options = parser.parse_args(arguments)
-    try:
-        parts = record.merged([record.read(record.RECORD)]) if record.RECORD.exists() else []
-    except record.RecordError as error:
-        print(f"update_figures.py: {error}", file=sys.stderr)
-        return 2
-    pages = {
-        README: replace_section(README.read_text(), readme_section(parts)),
-        PAGE: performance_page(parts),
-    }
-    if options.check:
-        return 0 if all(path.exists() and path.read_text() == text for path, text in pages.items()) else 1
-    for path, text in pages.items():
-        record.write_whole(path, text)
-    if parts and parts[0]["source_sha256"] != record.source_hash(ROOT):
-        print("note: the record was made from other sources than these")
-    return 0
+def written(parts: Sequence[record.Part]) -> dict[Path, str]:
+    """The pages by their files."""
+    readme = replace_section(README.read_text(), readme_section(parts))
+    return {README: readme, PAGE: performance_page(parts)}

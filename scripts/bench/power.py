@@ -1,19 +1,10 @@
 """Power and SM clock of the current GPU while it works, through NVML (pip install nvidia-ml-py)."""
 
-import functools
 import statistics
 import threading
 from typing import Any
 
 SECONDS_BETWEEN = 0.02
-
-
-@functools.cache
-def _nvml_device(pci_bus_id: str) -> Any:
-    import pynvml
-
-    pynvml.nvmlInit()
-    return pynvml.nvmlDeviceGetHandleByPciBusId(pci_bus_id)
 
 
 def read_nvml() -> tuple[float, float]:
@@ -23,7 +14,8 @@ def read_nvml() -> tuple[float, float]:
     import cupy
     import pynvml
 
-    device = _nvml_device(cupy.cuda.Device().pci_bus_id)
+    pynvml.nvmlInit()  # which counts its calls after the first
+    device = pynvml.nvmlDeviceGetHandleByPciBusId(cupy.cuda.Device().pci_bus_id)
     (power,) = pynvml.nvmlDeviceGetFieldValues(device, [pynvml.NVML_FI_DEV_POWER_INSTANT])
     if power.nvmlReturn != pynvml.NVML_SUCCESS:
         raise pynvml.NVMLError(power.nvmlReturn)

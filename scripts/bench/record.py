@@ -40,25 +40,16 @@ class RecordError(ValueError):
     """A file is no record, its parts were changed, or they are not of one record."""
 
 
-def source_files(root: Path) -> list[Path]:
-    """Every file that the hash of the sources covers, sorted by its path relative to root."""
-    files = [
-        path
-        for folder in HASHED_FOLDERS
-        for path in (root / folder).rglob("*")
-        if path.is_file() and path.suffix not in (".pyc", ".pyo") and "__pycache__" not in path.parts
-    ]
-    return sorted(files, key=lambda path: path.relative_to(root).as_posix())
-
-
 def source_hash(root: Path) -> str:
-    """SHA-256 over name, length and contents of every source file: equal trees give equal hashes, wherever
-    they lie.
+    """SHA-256 over name, length and contents of every source file but what Python compiled: equal trees give
+    equal hashes, wherever they are.
     """
+    paths = (path for folder in HASHED_FOLDERS for path in (root / folder).rglob("*") if path.is_file())
+    files = {path.relative_to(root).as_posix(): path for path in paths if "__pycache__" not in path.parts}
     digest = hashlib.sha256()
-    for path in source_files(root):
+    for name, path in sorted(files.items()):
         data = path.read_bytes()
-        digest.update(f"{path.relative_to(root).as_posix()}\0{len(data)}\0".encode())
+        digest.update(f"{name}\0{len(data)}\0".encode())
         digest.update(data)
     return digest.hexdigest()
 
@@ -153,15 +144,10 @@ def write_whole(path: Path, text: str) -> None:
         aside.unlink(missing_ok=True)
 
 
-def hash_of(part: Part) -> str:
-    """SHA-256 of a part without its hash."""
-    body = {key: value for key, value in part.items() if key != "sha256"}
-    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
-
-
 def sealed(part: Part) -> Part:
-    """The part with its hash."""
-    return {**part, "sha256": hash_of(part)}
+    """The part with its hash: SHA-256 of everything else in it."""
+    body = {key: value for key, value in part.items() if key != "sha256"}
+    return {**body, "sha256": hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()}
 
 
 def identity(part: Part) -> dict[str, Any]:
@@ -175,22 +161,18 @@ def read(path: Path) -> list[Part]:
     """
     try:
         parts: list[Part] = json.loads(path.read_text())["parts"]
-        hashes = [(part["stage"], part["begin"], part["sha256"], hash_of(part)) for part in parts]
+        changed = [f"{part['stage']} of {part['begin']}" for part in parts if sealed(part) != part]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RecordError(f"{path}: expected a record, got {type(error).__name__}: {error}") from None
-    for stage, begin, expected, got in hashes:
-        if got != expected:
-            raise RecordError(
-                f"{path}, part {stage} of {begin}: expected hash {expected}, got {got}: it was changed after "
-                "its run"
-            )
+    if changed:
+        raise RecordError(f"{path}, part {changed[0]}: its hash is another: it was changed after its run")
     return parts
 
 
 def write(parts: Iterable[Part], path: Path) -> None:
     """Write the parts with their hashes, a row a line. An interrupted write leaves the old file."""
     texts = []
-    for part in (part if "sha256" in part else sealed(part) for part in parts):
+    for part in map(sealed, parts):
         rows = ",\n".join(json.dumps(row, sort_keys=True) for row in part["rows"])
         rest = json.dumps({key: value for key, value in part.items() if key != "rows"}, sort_keys=True)
         texts.append(f'{rest[:-1]}, "rows": [\n{rows}\n]}}')
@@ -228,11 +210,12 @@ def latest(parts: Iterable[Part], stage: str) -> list[Row]:
 def errors(parts: Iterable[Part]) -> list[str]:
     """What went wrong in benchmarks: cases whose last result is an error, and what is of no case."""
     parts = list(parts)
-    found = [f"{row['case']}: {row['error']}" for row in latest(parts, "bench") if "error" in row]
-    for part in parts:
-        of_rows = {f"{row['case']}: {row['error']}" for row in part["rows"] if "error" in row}
-        found += [error for error in part.get("errors", []) if error not in of_rows]
-    return found
+
+    def of_rows(rows: Iterable[Row]) -> list[str]:
+        return [f"{row['case']}: {row['error']}" for row in rows if "error" in row]
+
+    others = (set(part.get("errors", [])).difference(of_rows(part["rows"])) for part in parts)
+    return [*of_rows(latest(parts, "bench")), *(error for found in others for error in sorted(found))]
 
 
 def repeated(parts: Iterable[Part], stage: str) -> dict[str, list[Row]]:

@@ -32,26 +32,14 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser = argparse.ArgumentParser(
         prog="bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--cases", metavar="REGEX", help="run the cases whose name matches, e.g. 'b128-q1' or 'metadata'"
-    )
-    parser.add_argument("--list", action="store_true", help="print the names of the cases and stop")
-    parser.add_argument(
-        "--replays", type=int, default=5, help="graph replays per figure, at least 5 (default 5)"
-    )
-    parser.add_argument(
-        "--sustain-seconds",
-        type=float,
-        default=2.0,
-        metavar="S",
-        help="seconds of load without rest for the sustained figure of an attention case (default 2)",
-    )
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="write a record to FILE, anew after each case"
-    )
-    parser.add_argument(
-        "--against", type=Path, metavar="FILE", help="print the ratio to stored times taken the same way"
-    )
+    add = parser.add_argument
+    add("--cases", metavar="REGEX", help="run the cases whose name matches, e.g. 'b128-q1' or 'metadata'")
+    add("--list", action="store_true", help="print the names of the cases and stop")
+    add("--replays", type=int, default=5, help="graph replays per figure, at least 5 (default 5)")
+    load = "seconds of load without rest for the sustained figure of an attention case (default 2)"
+    add("--sustain-seconds", type=float, default=2.0, metavar="S", help=load)
+    add("--json", type=Path, metavar="FILE", help="write a record to FILE, anew after each case")
+    add("--against", type=Path, metavar="FILE", help="print the ratio to stored times taken the same way")
     options = parser.parse_args(arguments)
     if options.replays < 5:
         parser.error("argument --replays: expected at least 5")
@@ -92,9 +80,9 @@ def time_case(case: Case, replays: int, seconds: float) -> dict[str, Any]:
     try:
         row = family.measure(case, family.rounds, replays, seconds)
         torch.cuda.empty_cache()
+        return row
     except Exception as error:  # whatever went wrong, the other cases are still worth their time
-        row = {"case": case.id, "error": one_line(error)}
-    return row
+        return {"case": case.id, "error": one_line(error)}
 
 
 def measure(options: argparse.Namespace, part: dict[str, Any], save: Callable[[], None]) -> bool:

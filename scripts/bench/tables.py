@@ -3,16 +3,16 @@
 import io
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from statistics import geometric_mean
-from typing import NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 
 from .cases import OURS, Row
 from .families import FAMILIES, Family, family_of
-from .ratios import STORED_WAY, WAYS, Stored, better, pairs
+from .ratios import STORED_WAY, WAYS, Pair, Stored, better, pairs
 
 Cells = list[list[str]]
 """A table: the headings, then the rows."""
@@ -27,91 +27,52 @@ NOTE = (
 )
 
 
-class Column(NamedTuple):
-    """One column. A cell is EMPTY where a row has no such figure; a column of such cells is not shown."""
-
-    heading: str
-    cell: Callable[[Row], str]
-
-
-def _number(heading: str, key: str, digits: int = 0) -> Column:
-    return Column(heading, lambda row: f"{row[key]:.{digits}f}" if key in row else EMPTY)
-
-
-def _share(row: Row) -> str:
-    return f"{100 * row['share']:.0f} % {row['roof']}" if "share" in row else EMPTY
-
-
-def _gathered(row: Row) -> str:
-    return f"{row['gathered_us']:.1f} ({row['gather_us']:.1f})" if "gathered_us" in row else EMPTY
-
-
-def _timed_as(row: Row) -> str:
-    if "deterministic_us" not in row:
-        return EMPTY
-    return "calls" if "beside" in row else "graphs"
-
-
-NAME = Column("case", lambda row: str(row["case"]))
-SHORT = (
-    _number("rested µs", "us", 1),
-    _number("no rests µs", "unrested_us", 1),
-    _number("sustained µs", "sustained_us", 1),
-    Column("share of roof", _share),
-)
-"""For the terminal."""
-COLUMNS = (
-    *SHORT[:3],
-    _number("W", "sustained_watts"),
-    _number("mJ", "sustained_mj", 2),
-    _number("MHz", "sustained_mhz"),
-    _number("cold L2 µs", "cold_us", 1),
-    _number("TFLOP/s", "tflops"),
-    _number("GB/s", "gbps"),
-    SHORT[3],
-    _number("metadata µs", "meta_us", 1),
-    Column("gathered first µs (gather)", _gathered),
-    _number("one call with its wait µs", "call_us", 1),
-    _number("deterministic rested µs", "deterministic_us", 1),
-    _number("deterministic / plain", "deterministic_ratio", 3),
-    _number("captured gradient / none", "captured_ratio", 3),
-    Column("timed as", _timed_as),
-)
+SHORT = {
+    "rested µs": "{us:.1f}",
+    "no rests µs": "{unrested_us:.1f}",
+    "sustained µs": "{sustained_us:.1f}",
+    "share of roof": "{percent:.0f} % {roof}",
+}
+"""Columns for the terminal: a heading, and how a cell is made of a row. A row without such a figure has no
+cell, a column without cells is not shown.
+"""
+COLUMNS = {
+    **{heading: form for heading, form in SHORT.items() if heading != "share of roof"},
+    "W": "{sustained_watts:.0f}",
+    "mJ": "{sustained_mj:.2f}",
+    "MHz": "{sustained_mhz:.0f}",
+    "cold L2 µs": "{cold_us:.1f}",
+    "TFLOP/s": "{tflops:.0f}",
+    "GB/s": "{gbps:.0f}",
+    "share of roof": SHORT["share of roof"],
+    "metadata µs": "{meta_us:.1f}",
+    "gathered first µs (gather)": "{gathered_us:.1f} ({gather_us:.1f})",
+    "one call with its wait µs": "{call_us:.1f}",
+    "deterministic rested µs": "{deterministic_us:.1f}",
+    "deterministic / plain": "{deterministic_ratio:.3f}",
+    "captured gradient / none": "{captured_ratio:.3f}",
+    "timed as": "{timed_as}",
+}
 
 
-def _comparisons(rows: Sequence[Row], stored: Sequence[Stored], *, short: bool) -> list[Column]:
-    """For each way that the figures were taken: a column for each other library and run, for ours beside
-    them, and for the ratio to the better of them. `short`: the ratio alone.
+def _cells(row: Row, found: Sequence[Pair], columns: dict[str, str]) -> dict[str, str]:
+    """The cells of a row by their headings. For each way that the figures were taken: the other libraries and
+    runs, ours beside them, and the ratio to the better of them.
     """
-    found = {row["case"]: pairs(row, stored) for row in rows}
-    kinds = dict.fromkeys((pair.label, pair.way) for items in found.values() for pair in items)
-
-    def time_of(label: str, way: str) -> Column:
-        def cell(row: Row) -> str:
-            times = [pair.theirs for pair in found[row["case"]] if (pair.label, pair.way) == (label, way)]
-            return f"{times[0]:.1f}" if times else EMPTY
-
-        return Column(f"{label} {way} µs", cell)
-
-    def ours(way: str) -> Column:
-        def cell(row: Row) -> str:
-            figure = row.get("beside", {}).get(OURS, {}).get(WAYS[way])
-            return EMPTY if figure is None else f"{figure:.1f}"
-
-        return Column(f"{OURS} beside {way} µs", cell)
-
-    def ratio(way: str) -> Column:
-        def cell(row: Row) -> str:
-            pair = better(found[row["case"]], way)
-            return f"{pair.ratio:.3f}" if pair else EMPTY
-
-        return Column(f"better / ours, {way}", cell)
-
-    columns = []
-    for way in WAYS:
-        times = [time_of(label, of) for label, of in kinds if of == way]
-        columns += [ratio(way)] if short else [*times, ours(way), ratio(way)]
-    return columns
+    figures = {**row, "percent": 100 * row["share"]} if "share" in row else dict(row)
+    if "deterministic_us" in row:
+        figures["timed_as"] = "calls" if "beside" in row else "graphs"
+    cells = {"case": row["case"]}
+    for heading, form in columns.items():
+        with suppress(KeyError):
+            cells[heading] = form.format_map(figures)
+    for way, key in WAYS.items():
+        cells |= {f"{pair.label} {way} µs": f"{pair.theirs:.1f}" for pair in found if pair.way == way}
+        if key in (ours := row.get("beside", {}).get(OURS, {})):
+            cells[f"{OURS} beside {way} µs"] = f"{ours[key]:.1f}"
+        if best := better(found, way):
+            cells[f"better / ours, {way}"] = f"{best.ratio:.3f}"
+    return cells
 
 
 def family_cells(
@@ -120,11 +81,17 @@ def family_cells(
     """The table of a family; of the rows only its own count. Empty when it has none. `short`: of attention
     the times, the share of the roof and the ratios, for the terminal.
     """
-    own = [row for row in rows if family_of(row["case"]) is family]
-    columns = [*(SHORT if short and family.attention else COLUMNS), *_comparisons(own, stored, short=short)]
-    filled = [column for column in columns if any(column.cell(row) != EMPTY for row in own)]
-    shown = [NAME, *filled]
-    return [[c.heading for c in shown], *([c.cell(row) for c in shown] for row in own)] if own else []
+    own = [(row, pairs(row, stored)) for row in rows if family_of(row["case"]) is family]
+    columns = SHORT if short and family.attention else COLUMNS
+    cells = [_cells(row, found, columns) for row, found in own]
+    headings = ["case", *columns]
+    for way in WAYS:
+        labels = dict.fromkeys(pair.label for _, found in own for pair in found if pair.way == way)
+        if not short:
+            headings += [f"{label} {way} µs" for label in [*labels, f"{OURS} beside"]]
+        headings.append(f"better / ours, {way}")
+    shown = [heading for heading in headings if any(heading in row for row in cells)]
+    return [shown, *([row.get(heading, EMPTY) for heading in shown] for row in cells)] if own else []
 
 
 def summary_cells(rows: Sequence[Row], stored: Sequence[Stored], *, cases: bool = False) -> Cells:

@@ -7,7 +7,6 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,18 +35,9 @@ HOST_BURSTS = 10
 HOST_CALLS = 500  # of a burst
 
 
-@dataclass(frozen=True)
-class Timing:
-    """Time of one call over several graph replays, in microseconds."""
-
-    us: float
-    us_min: float
-    us_max: float
-
-    @staticmethod
-    def of(samples: list[float]) -> "Timing":
-        """Median and range of the samples."""
-        return Timing(statistics.median(samples), min(samples), max(samples))
+def timing_of(samples: list[float]) -> dict[str, float]:
+    """The microseconds of a call over several graph replays: median, least and most."""
+    return {"us": statistics.median(samples), "us_min": min(samples), "us_max": max(samples)}
 
 
 def repeat(call: Callable[[int], Any], count: int) -> Callable[[], None]:
@@ -88,7 +78,7 @@ class Graph:
     def hold_back(self) -> None:
         """Enqueue nothing: a graph is on its way at once."""
 
-    def rested(self, replays: int) -> Timing:
+    def rested(self, replays: int) -> dict[str, float]:
         """Warm up and time replays back to back. The GPU idles between them if they would last longer than
         FULL_CLOCK_SECONDS together, and afterwards for COOL_DOWN times as long as the timed replays.
         """
@@ -98,13 +88,13 @@ class Graph:
                 time.sleep(COOL_DOWN * WARMUP_REPLAYS * replay)
             samples = self._time(replays)
             time.sleep(COOL_DOWN * sum(samples) * self.count * 1e-6)
-        return Timing.of(samples)
+        return timing_of(samples)
 
-    def without_rests(self, replays: int) -> Timing:
+    def without_rests(self, replays: int) -> dict[str, float]:
         """Warm up and time replays, all back to back."""
         with torch.cuda.stream(self.stream):
             self._warm_up()
-            return Timing.of(self._time(replays))
+            return timing_of(self._time(replays))
 
     def sustained(self, seconds: float) -> dict[str, float]:
         """Replay without a pause for `seconds`: `us` is the mean of a call over the second half. `watts`,
@@ -115,7 +105,7 @@ class Graph:
             allowed = max(2, round(QUEUED_SECONDS / replay))
             queued: deque[Any] = deque()
             middle, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            timed = 0
+            timed = 0  # replays of the second half
             begin = time.perf_counter()
             while timed == 0 or time.perf_counter() - begin < seconds:
                 if timed == 0 and time.perf_counter() - begin >= seconds / 2:
@@ -183,15 +173,15 @@ class Enqueued(Graph):
         torch.cuda._sleep(int(2 * self._host_seconds * CYCLES_PER_SECOND))
 
 
-def time_graph(calls: Callable[[], None], count: int, replays: int) -> Timing:
+def time_graph(calls: Callable[[], None], count: int, replays: int) -> dict[str, float]:
     """The rested time of a call of `calls`, which enqueues `count` of them."""
     return Graph(calls, count).rested(replays)
 
 
 def slope(call: Callable[[int], Any], few: int, many: int, replays: int) -> float:
     """Microseconds of a short kernel: the slope between graphs of two lengths, free of their fixed cost."""
-    short = time_graph(repeat(call, few), 1, replays).us
-    long = time_graph(repeat(call, many), 1, replays).us
+    short = time_graph(repeat(call, few), 1, replays)["us"]
+    long = time_graph(repeat(call, many), 1, replays)["us"]
     return (long - short) / (many - few)
 
 

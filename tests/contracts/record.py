@@ -21,7 +21,7 @@ import importlib.util
 import inspect
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -60,12 +60,19 @@ class Recorder:
         """
         self._place = {"site": site, "case": case, "source": source}
 
-    def function(self, name: str, signature: Callable[..., Any], answer: Callable[..., Any]) -> Any:
-        """A function of FlashMLA that records its arguments by the names of `signature`, then answers."""
-        bind = inspect.signature(signature).bind
+    def function(self, name: str, parameters: Iterable[str] | None, answer: Callable[..., Any]) -> Any:
+        """A function of FlashMLA that records its arguments by the names of its parameters, then answers.
+        Without names, as Python hands them over: `args` and `kwargs`.
+        """
+        names = None if parameters is None else tuple(parameters)
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
-            arguments = bind(*args, **kwargs).arguments
+            if names is None:
+                arguments = {key: one for key, one in (("args", args), ("kwargs", kwargs)) if one}
+            else:
+                given = dict(zip(names[: len(args)], args, strict=True)) | kwargs
+                assert given.keys() <= set(names), f"{name}: other parameters than {names}: {list(given)}"
+                arguments = {key: given[key] for key in names if key in given}
             call: dict[str, Any] = {**self._place, "function": name, "positional": len(args)}
             call["arguments"] = {key: describe(value) for key, value in arguments.items()}
             self.calls.append(call)
@@ -145,25 +152,20 @@ def int32(*shape: int) -> torch.Tensor:
     return torch.zeros(*shape, dtype=torch.int32)
 
 
+# ---- parameters of FlashMLA's functions in the engines
+
+COMMON_DECODE = (
+    "q k_cache block_table cache_seqlens head_dim_v tile_scheduler_metadata num_splits softmax_scale causal "
+    "is_fp8_kvcache indices attn_sink extra_k_cache extra_indices_in_kvcache topk_length extra_topk_length"
+)
+VLLM_DECODE = f"{COMMON_DECODE} out enable_batch_invariant".split()
+VLLM_PREFILL = "q kv indices sm_scale d_v attn_sink topk_length out".split()
+SGLANG_DECODE = f"{COMMON_DECODE} enable_batch_invariant use_legacy kv_format descale_q descale_k".split()
+SGLANG_PREFILL = "q kv indices sm_scale d_v attn_sink topk_length use_legacy return_log2_lse".split()
+SGLANG_PLAN = "seqlens_k num_q_tokens_per_head_k h_k h_q is_fp8_kvcache topk use_legacy".split()
+
+
 # ---- vLLM
-
-
-def vllm_decode(
-    q: Any, k_cache: Any, block_table: Any, cache_seqlens: Any, head_dim_v: Any, tile_scheduler_metadata: Any,
-    num_splits: Any = None, softmax_scale: Any = None, causal: Any = False, is_fp8_kvcache: Any = False,
-    indices: Any = None, attn_sink: Any = None, extra_k_cache: Any = None,
-    extra_indices_in_kvcache: Any = None, topk_length: Any = None, extra_topk_length: Any = None,
-    out: Any = None,
-    enable_batch_invariant: Any = False,
-) -> None:  # fmt: skip
-    """The parameters of vLLM's flash_mla_with_kvcache."""
-
-
-def vllm_prefill(
-    q: Any, kv: Any, indices: Any, sm_scale: Any, d_v: Any = 512, attn_sink: Any = None,
-    topk_length: Any = None, out: Any = None,
-) -> None:  # fmt: skip
-    """The parameters of vLLM's flash_mla_sparse_fwd."""
 
 
 class AbsentOps:
@@ -203,13 +205,11 @@ def record_vllm() -> Recorder:
     interface = vllm_without_gpu()
     recorder = Recorder()
     interface.FlashMLASchedMeta = Plan
-    interface.get_mla_metadata = recorder.function(
-        "get_mla_metadata", lambda *args, **kwargs: None, lambda arguments: (Plan(), None)
-    )
+    interface.get_mla_metadata = recorder.function("get_mla_metadata", None, lambda arguments: (Plan(), None))
     interface.flash_mla_with_kvcache = recorder.function(
-        "flash_mla_with_kvcache", vllm_decode, decode_results
+        "flash_mla_with_kvcache", VLLM_DECODE, decode_results
     )
-    interface.flash_mla_sparse_fwd = recorder.function("flash_mla_sparse_fwd", vllm_prefill, prefill_results)
+    interface.flash_mla_sparse_fwd = recorder.function("flash_mla_sparse_fwd", VLLM_PREFILL, prefill_results)
     from vllm.v1.attention.backends.mla import flashmla, flashmla_sparse
 
     vllm_dense(recorder, flashmla.FlashMLAImpl)
@@ -225,12 +225,10 @@ def record_vllm_backend() -> Recorder:
     import rawmla
 
     recorder = Recorder()
-    functions: dict[str, tuple[Any, Any]] = {
-        "flash_mla_with_kvcache": (rawmla.flash_mla_with_kvcache, decode_results),
-        "flash_mla_sparse_fwd": (rawmla.flash_mla_sparse_fwd, prefill_results),
-    }
-    for name, (signature, answer) in functions.items():
-        setattr(rawmla, name, recorder.function(name, signature, answer))
+    answers = {"flash_mla_with_kvcache": decode_results, "flash_mla_sparse_fwd": prefill_results}
+    for name, answer in answers.items():
+        parameters = inspect.signature(getattr(rawmla, name)).parameters
+        setattr(rawmla, name, recorder.function(name, parameters, answer))
     from rawmla.engines import vllm_backend
 
     vllm_dense(recorder, vllm_backend.RawMLAImpl)
@@ -291,9 +289,8 @@ def vllm_sparse(recorder: Recorder, impl_class: Any) -> None:
 
     flashmla_sparse.triton_convert_req_index_to_global_index = convert
     file = "vllm/v1/attention/backends/mla/flashmla_sparse.py"
-    cases: dict[
-        str, tuple[Any, ...]
-    ] = {  # name: (class, heads, decodes, tokens of each, prefill tokens, cache)
+    # name: (class, heads, decodes, tokens of each, prefill tokens, cache)
+    cases: dict[str, tuple[Any, ...]] = {
         "FP8 cache, 16 heads, whole batch as one request": (0, 16, 5, 1, 7, "fp8_ds_mla"),
         "FP8 cache, 16 heads, decode only": (0, 16, 6, 1, 0, "fp8_ds_mla"),
         "FP8 cache, 128 heads, decode": (0, 128, 3, 1, 0, "fp8_ds_mla"),
@@ -350,11 +347,8 @@ def vllm_sparse(recorder: Recorder, impl_class: Any) -> None:
         elif fp8:
             batch.fp8_extra_metadata = _separate(flashmla_sparse, builder, decodes, s_q, prefill)
         recorder.at(f"{file_of(kind_of_impl)} {kind_of_impl.__name__}.forward_mqa", name)
-        parts = (
-            torch.zeros(tokens, heads, 512, dtype=torch.bfloat16),
-            torch.zeros(tokens, heads, 192, dtype=torch.bfloat16),
-        )
-        impl.forward_mqa((parts[0], parts[1][..., 128:]), cache, batch, None)
+        nope, rope = (torch.zeros(tokens, heads, d, dtype=torch.bfloat16) for d in (512, 192))
+        impl.forward_mqa((nope, rope[..., 128:]), cache, batch, None)
 
 
 def _separate(module: Any, builder: Any, decodes: int, s_q: int, prefill: int) -> Any:
@@ -423,14 +417,8 @@ def _v4_layer(recorder: Recorder, module: Any, class_name: str, ratio: int, head
         get_prefill_chunk_plan=lambda **options: [(0, 2, 0 if alone else 96, 256)],
         prefill_left_visible=None, prefill_right_visible=None,
     )  # fmt: skip
-    for plan in (
-        "tile_sched_swaonly",
-        "tile_sched_c4a",
-        "tile_sched_c128a",
-        "tile_sched_c1a",
-        "tile_sched_c2a",
-    ):
-        setattr(batch, plan, Plan())
+    for plan in ("swaonly", "c4a", "c128a", "c1a", "c2a"):
+        setattr(batch, f"tile_sched_{plan}", Plan())
     attn = SimpleNamespace(
         block_size=256, block_table=int32(6, 16), c128a_global_decode_topk_indices=wide[:decodes, None, :128],
         c128a_decode_topk_lens=int32(64)[:decodes], c128a_prefill_topk_indices=wide[:prefill, :128],
@@ -451,31 +439,6 @@ def _v4_layer(recorder: Recorder, module: Any, class_name: str, ratio: int, head
 
 
 # ---- SGLang
-
-
-def sglang_decode(
-    q: Any, k_cache: Any, block_table: Any, cache_seqlens: Any, head_dim_v: Any, tile_scheduler_metadata: Any,
-    num_splits: Any = None, softmax_scale: Any = None, causal: Any = False, is_fp8_kvcache: Any = None,
-    indices: Any = None, attn_sink: Any = None, extra_k_cache: Any = None,
-    extra_indices_in_kvcache: Any = None, topk_length: Any = None, extra_topk_length: Any = None,
-    enable_batch_invariant: Any = False,
-    use_legacy: Any = False, kv_format: Any = None, descale_q: Any = None, descale_k: Any = None,
-) -> None:  # fmt: skip
-    """The parameters of sgl-flash-mla's flash_mla_with_kvcache."""
-
-
-def sglang_prefill(
-    q: Any, kv: Any, indices: Any, sm_scale: Any, d_v: Any = 512, attn_sink: Any = None,
-    topk_length: Any = None, use_legacy: Any = False, return_log2_lse: Any = None,
-) -> None:  # fmt: skip
-    """The parameters of sgl-flash-mla's flash_mla_sparse_fwd."""
-
-
-def sglang_plan(
-    seqlens_k: Any, num_q_tokens_per_head_k: Any, h_k: Any, h_q: Any = None, is_fp8_kvcache: Any = False,
-    topk: Any = None, use_legacy: Any = False,
-) -> None:  # fmt: skip
-    """The parameters of sgl-flash-mla's get_mla_decoding_metadata."""
 
 
 class Source:
@@ -503,14 +466,14 @@ def record_sglang(root: Path) -> Recorder:
     recorder = Recorder()
     plan = recorder.function(
         "get_mla_decoding_metadata",
-        sglang_plan,
+        SGLANG_PLAN,
         lambda given: (int32(66, 8), int32(len(given["seqlens_k"]) + 1)),
     )
     names = {
         "get_mla_metadata": lambda *args, **kwargs: (Plan(), None),
         "get_mla_decoding_metadata": plan,
-        "flash_mla_with_kvcache": recorder.function("flash_mla_with_kvcache", sglang_decode, decode_results),
-        "flash_mla_sparse_fwd": recorder.function("flash_mla_sparse_fwd", sglang_prefill, prefill_results),
+        "flash_mla_with_kvcache": recorder.function("flash_mla_with_kvcache", SGLANG_DECODE, decode_results),
+        "flash_mla_sparse_fwd": recorder.function("flash_mla_sparse_fwd", SGLANG_PREFILL, prefill_results),
         "fused_norm_rope_attn_rope_cast": None,
     }
     stub_module("flash_mla", **names)
@@ -642,12 +605,12 @@ def main() -> int:
     found = [one for one in metadata.distributions(path=path) if one.name == name]
     if not found:
         parser.error(f"{name} is not installed; for SGLang, --sources names its unpacked wheel")
-    if options.engine == "vllm":
-        recorder = record_vllm()
-    elif options.engine == "vllm-backend":
-        recorder = record_vllm_backend()
-    else:
-        recorder = record_sglang(Path(str(found[0].locate_file(""))))
+    recorders = {
+        "vllm": record_vllm,
+        "vllm-backend": record_vllm_backend,
+        "sglang": lambda: record_sglang(Path(str(found[0].locate_file("")))),
+    }
+    recorder = recorders[options.engine]()
     version = found[0].version
     file = options.out / f"{options.engine}-{version}.json"
     header = {"engine": options.engine, "version": version, "torch": torch.__version__}
