@@ -83,6 +83,8 @@ def test_bytes_are_as_the_compiler_lays_them_out() -> None:
     assert struct.unpack_from("<Q3q3i", packed, 24) == (0x2000, 3000, 60, 1, 4, 50, 60)
     assert struct.unpack_from("<Qqi", packed, 72) == (0x3000, 2, 9)
     assert struct.unpack_from("<f4xqf", packed, 96) == (0.5, -7, 2.25)
+    scaled = Mod("return score * mod.n0;", (), (Number(0.5, False),))
+    compiled(header(scaled, None), f"sizeof(ScoreMod) == {len(pack(scaled, ()))}", "alignof(MaskMod) == 8")
     facts = (
         "!ScoreMod::kIsThere",
         "!MaskMod::kIsThere",

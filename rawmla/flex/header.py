@@ -35,7 +35,7 @@ def _type_of(name: str, mod: Mod | None, result: str, first: str, neutral: str) 
     arguments = f"{first}int b, int h, int q_idx, int kv_idx, int q_len, int kv_len"
     head = f"[[maybe_unused]] const {name}& mod = *this;"
     return [
-        f"struct {name} {{",
+        f"struct alignas(8) {name} {{",
         f"static constexpr bool kIsThere = {'false' if mod is None else 'true'};",
         *([] if backward is None else _facts_of(backward)),
         *(fields or ["i64 nothing;"]),
