@@ -1,7 +1,7 @@
 """What every case has: its name, its counts, and how it is made ready to be timed."""
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from types import SimpleNamespace
@@ -43,7 +43,7 @@ class Prepared:
     sets: int = 1
     ordered: Call | None = None
     without: Call | None = None
-    peers: dict[str, Callable[[], Call]] = field(default_factory=dict)
+    peers: Mapping[str, Callable[[], Call]] = field(default_factory=dict)
     more: Callable[[int], Row] = lambda replays: {}
 
 

@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -83,16 +84,14 @@ class DenseCase(AttentionCase):
             return torch.randn(*shape, heads, d, device=device, dtype=getattr(torch, DTYPES[self.dtype]))
 
         def starts(tokens: tuple[int, ...]) -> Any:
-            if not self.varlen:
-                return None
             return torch.tensor([0, *accumulate(tokens)], dtype=torch.int32, device=device)
 
         return Arrays(
             q=array(queries, self.h_q, self.d_qk),
             k=array(keys, self.h_kv, self.d_qk),
             v=array(keys, self.h_kv, self.d_v),
-            cu_seqlens_q=starts(queries),
-            cu_seqlens_k=starts(keys),
+            cu_seqlens_q=starts(queries) if self.varlen else None,
+            cu_seqlens_k=starts(keys) if self.varlen else None,
             attn_sink=torch.randn(self.h_q, device=device, dtype=torch.bfloat16) if self.sink else None,
         )
 
@@ -106,12 +105,8 @@ class DenseCase(AttentionCase):
         }
         if self.varlen:
             queries, keys = (max(lengths) for lengths in zip(*self.lengths(), strict=True))
-            chosen |= {
-                "cu_seqlens_q": inputs.cu_seqlens_q,
-                "cu_seqlens_k": inputs.cu_seqlens_k,
-                "max_seqlen_q": queries,
-                "max_seqlen_k": keys,
-            }
+            chosen |= {"cu_seqlens_q": inputs.cu_seqlens_q, "cu_seqlens_k": inputs.cu_seqlens_k}
+            chosen |= {"max_seqlen_q": queries, "max_seqlen_k": keys}
         return chosen
 
     def of_request(self, array: Any, number: int, keys: bool = False) -> Any:
@@ -129,17 +124,11 @@ class DenseCase(AttentionCase):
         def score(scores: Any, own: Any, keys: Any) -> Any:
             return self.softcap * torch.tanh(scores / self.softcap) if self.softcap else scores
 
-        q, k, v = (
-            self.of_request(x, number, keys)
-            for x, keys in ((inputs.q, False), (inputs.k, True), (inputs.v, True))
-        )
+        q, k, v = (self.of_request(x, number, x is not inputs.q) for x in (inputs.q, inputs.k, inputs.v))
         results: tuple[Any, ...] = ()
         if "dout" in vars(inputs):
-            lse = self.of_request(inputs.lse, number)
-            results = (
-                *(self.of_request(x, number) for x in (inputs.out, inputs.dout)),
-                lse.T if self.varlen else lse,
-            )
+            out, dout, lse = (self.of_request(x, number) for x in (inputs.out, inputs.dout, inputs.lse))
+            results = out, dout, lse.T if self.varlen else lse
         return Request(q, k, v, seen, score, inputs.attn_sink, results)
 
     def prepare(self) -> Prepared:
@@ -150,10 +139,8 @@ class DenseCase(AttentionCase):
         def call(_: int) -> Any:
             return function(inputs.q, inputs.k, inputs.v, **keywords)[0]
 
-        peers = {
-            CUDNN: lambda: self.cudnn(inputs),
-            FLASH_ATTENTION_4: lambda: self.flash_attention_4(inputs),
-        }
+        libraries = {CUDNN: self.cudnn, FLASH_ATTENTION_4: self.flash_attention_4}
+        peers = {name: partial(make, inputs) for name, make in libraries.items()}
         return Prepared(call, self.check(inputs, call(0)), peers=peers)
 
     def cudnn(self, inputs: Arrays) -> Call:
@@ -242,9 +229,7 @@ class DenseBackwardCase(DenseCase):
         def backward(deterministic: bool) -> Call:
             return lambda _: function(*arrays, deterministic=deterministic, **keywords)
 
-        def check(gradients: Any) -> float:
-            return self.check_gradients(inputs, gradients)
-
+        check = partial(self.check_gradients, inputs)
         call, ordered = backward(False), backward(True)
         error = max(check(call(0)), check(ordered(0)))
         peers = {

@@ -5,7 +5,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 from unittest import mock
 
@@ -13,7 +13,7 @@ import torch
 
 import rawmla
 
-from .cases import Arrays, Call, Case, Prepared, worst_error
+from .cases import Arrays, Call, Case, Prepared, Row, worst_error
 from .dense import backward_of
 from .reference import ALL, AttentionCase, Request
 from .timing import host_figures
@@ -268,17 +268,11 @@ class FlexBackwardCase(FlexCase):
         arrays = inputs.dout, inputs.q, inputs.k, inputs.v, out, lse
 
         def backward(deterministic: bool, score: Any) -> Call:
-            def call(_: int) -> Any:
-                with torch.no_grad():
-                    return rawmla.flex_attention_backward(
-                        *arrays, score, block_mask, enable_gqa=gqa, deterministic=deterministic
-                    )
+            given = {"enable_gqa": gqa, "deterministic": deterministic}
+            no_grad = torch.no_grad()
+            return no_grad(lambda _: rawmla.flex_attention_backward(*arrays, score, block_mask, **given))
 
-            return call
-
-        def check(gradients: Any) -> float:
-            return self.check_gradients(inputs, gradients)
-
+        check = partial(self.check_gradients, inputs)
         call, ordered, without = backward(False, score), backward(True, score), None
         if self.captured:
             without = backward(False, self.score_function(inputs.table.detach()))
@@ -313,9 +307,10 @@ class BlockMaskCase(Case):
             self.call()
             torch.cuda.synchronize()
 
-        return Prepared(
-            self.call, 0.0, more=lambda _: {"call_us": host_figures("mask", call_and_wait)["mask_call_us"]}
-        )
+        def more(_: int) -> Row:
+            return {"call_us": host_figures("mask", call_and_wait)["mask_call_us"]}
+
+        return Prepared(self.call, 0.0, more=more)
 
 
 def time_host() -> dict[str, float]:
