@@ -1,7 +1,7 @@
 """What MLA launches: kernels, variants, grids, clusters, scratch, and the addresses of chunks.
 
 Launches are collected instead of made. Parameters whose mistakes give wrong numbers at small sizes are left
-to tests/test_emulated_mla.py, which runs the kernels.
+to tests/test_emulated.py, which runs the kernels.
 """
 
 from __future__ import annotations

@@ -267,7 +267,12 @@ FLEX = Operation(
 )
 
 FLEX_TRACED = replace(
-    FLEX, name="flex_traced", make=make_traced_call, rerun_cases=FLEX.rerun_cases[:1], any_framework=False
+    FLEX,
+    name="flex_traced",
+    make=make_traced_call,
+    rerun_cases=FLEX.rerun_cases[:1],
+    empty={name: (change, {**axes, "max_scores": 2}) for name, (change, axes) in FLEX.empty.items()},
+    any_framework=False,
 )
 
 BLOCK_MASK = Operation(
