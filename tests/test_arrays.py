@@ -338,6 +338,15 @@ class TestTorch:
         monkeypatch.setattr(framework, "_empty_strided", empty_strided if request.param else None)
         return framework
 
+    def test_empty(self, torch: Any, framework: TorchFramework) -> None:
+        fast = "fast" if framework._empty_strided is not None else "plain"
+        for device, way in ((0, fast), (1, "plain")):
+            for shape in ((2, 3), (4, 1, 5), (7,), (0, 3)):
+                array = framework.empty(shape, "bfloat16", device)
+                assert (array.shape, array.dtype) == (shape, torch.bfloat16)
+                assert array.stride() == torch.empty(shape).stride()
+                assert self.allocated.pop() == (way, "cuda", device)
+
     @pytest.mark.parametrize("scratch_bytes", (0, 1001))
     def test_allocator(self, torch: Any, framework: TorchFramework, scratch_bytes: int) -> None:
         fast = "fast" if framework._empty_strided is not None else "plain"

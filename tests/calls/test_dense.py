@@ -271,6 +271,19 @@ def test_second_names(world: World, name: str, packed: bool) -> None:
     assert first.call == second.call and first.addresses[5:] == second.addresses[5:]
 
 
+def test_second_name_of_the_sink(world: World) -> None:
+    """Functions without the other second names have it, too."""
+    sink = FakeArray((H_Q,), "float16", ptr=0x6000)
+    for function, arguments in (
+        (rawmla.flash_attn_func, fixed()),
+        (rawmla.flash_attn_varlen_qkvpacked_func, packed_qkv(TOTAL_Q, 3, H_Q, D_V)),
+    ):
+        function(**arguments, learnable_sink=sink)
+        assert world.mha[-1].call.sink_dtype == "float16" and world.mha[-1].addresses.attn_sink == 0x6000
+        with pytest.raises(TypeError, match="^learnable_sink: expected it or attn_sink"):
+            function(**arguments, attn_sink=sink, learnable_sink=sink)
+
+
 @pytest.mark.parametrize(
     ("window", "causal", "left", "right"),
     (

@@ -143,6 +143,7 @@ REFUSALS: list[Refusal] = [
     ("block_mask", ValueError, "kv_indices", set_mask("kv_indices", None)),
     ("block_mask", ValueError, "full_kv", set_mask("full_kv_num_blocks", None)),
     ("block_mask", ValueError, "16 ... (128, 100)", set_mask("BLOCK_SIZE", (128, 100))),
+    ("block_mask", ValueError, "16 ... (0, 128)", set_mask("BLOCK_SIZE", (0, 128))),
     *[
         (f"block_mask.{name}", error, text, spoil)
         for name in LISTS
@@ -293,6 +294,15 @@ def test_results(world: World) -> None:
         (lse.ptr, 0),
         (aux.lse.ptr, aux.max_scores.ptr),
     ]
+
+
+def test_options_change_nothing(world: World) -> None:
+    names = ("BLOCK_M", "fwd_BLOCK_N", "bwd_num_warps", "num_stages", "USE_TMA", "WRITE_DQ", "PRESCALE_QK")
+    options = {**dict.fromkeys(names, 1), "ROWS_GUARANTEED_SAFE": True, "BACKEND": "AUTO"}
+    promises = {"BLOCKS_ARE_CONTIGUOUS": True, "FORCE_USE_FLEX_ATTENTION": True}
+    for kernel_options in (None, options, promises, {}):
+        call(plain(), kernel_options=kernel_options)
+    assert prepared(world.flex) == [0] * 4
 
 
 @pytest.mark.parametrize("scale", (0, -0.5, 0.5, np.float32(0.25), 2))

@@ -71,6 +71,8 @@ def others(operation: Operation) -> Iterator[tuple[str, Arguments]]:
         for kind in kinds:
             other = stand_in(strided(tensor, kind)[0])
             yield f"{name} {kind}", {**given, name: change_last(given[name], lambda x, other=other: other)}
+    for name, value in arrays_of(given).items():
+        yield f"{name} off 16 bytes", {**given, name: change_last(value, lambda x: x.but(ptr=x.ptr + 2))}
     for option in parameters_of(operation):
         for value in OPTIONS.get(str(option.annotation), ()):
             yield f"{option.name} {value}", {**given, option.name: value}
