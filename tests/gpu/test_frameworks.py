@@ -1,23 +1,24 @@
-"""torch, CuPy and DLPack in; streams, devices and threads."""
+"""torch, CuPy and DLPack in; streams, devices, threads and torch.compile."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from gpu_support import assert_same_bits, cupy, torch
+from gpu_support import cupy, no_kernel_loaded, torch
 
+import rawmla
+from kit.mha import MhaCase
 from operations import OPERATIONS, Call, Operation, assert_results, for_each, for_first
-from operations.memory import all_canaries, between_canaries, fill_with_canaries
+from operations.core import change_arrays
+from operations.dense import MHA
+from operations.memory import Outputs
+from operations.prefix import PREFIX
 
 DELAY_CYCLES = 100_000_000  # about 50 ms: a call on the wrong stream has long finished by then
-
-
-def forms(call: Call) -> tuple[str, ...]:
-    """The forms of plan that a call can have."""
-    return ("object", "tensors") if call.plan is not None else ("object",)
 
 
 def to_cupy(x: Any) -> Any:
@@ -25,44 +26,54 @@ def to_cupy(x: Any) -> Any:
     return x if isinstance(x, cupy.ndarray) else cupy.from_dlpack(x)
 
 
+def in_cupy(call: Call) -> Call:
+    """The call on the same memory with CuPy arrays; lists of block masks that would be copied are copies."""
+    return call.mapped(to_cupy, lambda x: to_cupy(x.contiguous()))
+
+
+def as_torch(results: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(torch.from_dlpack(x) for x in results)
+
+
+def any_framework(operation: Operation) -> bool:
+    """Whether arrays may be those of any framework."""
+    return operation.any_framework
+
+
 # ---- arrays
 
 
-@for_each("cases")
+@for_each("cases", only=any_framework)
 def test_cupy(operation: Operation, case: Any) -> None:
     """CuPy arrays in, CuPy arrays out, with the bits that torch gets."""
     call = operation.make(case)
-    in_cupy = call.mapped(to_cupy)
-    for form in forms(call):
+    on_cupy = in_cupy(call)
+    for form in call.forms():
         want = call.run(form)
         call.check(want)
-        got = in_cupy.run(form)
+        got = on_cupy.run(form)
         assert all(isinstance(x, cupy.ndarray) for x in got)
         assert [x.dtype.name for x in got] == [str(x.dtype).removeprefix("torch.") for x in want]
         cupy.cuda.get_current_stream().synchronize()
-        assert_results(f"CuPy, {form}", call, tuple(torch.from_dlpack(x) for x in got), want)
+        assert_results(f"CuPy, {form}", call, as_torch(got), want)
     if call.plan is not None:
-        metadata, num_splits = in_cupy.make_plan("tensors")
+        metadata, num_splits = on_cupy.make_plan("tensors")
         assert isinstance(metadata, cupy.ndarray) and isinstance(num_splits, cupy.ndarray)
 
 
-@for_first(only=lambda operation: operation.out)
-def test_cupy_out_slice(operation: Operation, case: Any) -> None:
-    """`out` has the strides of a slice of every dimension that it may be a slice of."""
+@for_first(only=lambda operation: operation.out and operation.any_framework)
+def test_cupy_outputs(operation: Operation, case: Any) -> None:
+    """They have the strides of a slice of every dimension that they may be a slice of."""
     call = operation.make(case)
     want = call.run()
-    assert operation.out is not None
-    buffer, target = between_canaries(want[0], operation.out(want[0]))
-    given = to_cupy(target)
-    if call.fresh is not None:
-        target.copy_(call.fresh())
+    outputs = Outputs.of(operation, call, want)
+    given = {name: to_cupy(x) for name, x in outputs.given.items()}
     torch.cuda.synchronize()
-    got = call.mapped(to_cupy).run(out=given)
-    assert got[0] is given
+    got = in_cupy(call).run(**given)
+    assert all(one is x for one, x in zip(got, given.values(), strict=False))
     cupy.cuda.get_current_stream().synchronize()
-    assert_same_bits("out", target, want[0])
-    fill_with_canaries(target)
-    assert all_canaries(buffer), "the call wrote outside `out`"
+    assert_results("outputs given", call, as_torch(got), want)
+    outputs.assert_untouched_around()
 
 
 class Producer:
@@ -78,13 +89,13 @@ class Producer:
         return self.tensor.__dlpack_device__()
 
 
-@for_each("cases")
+@for_each("cases", only=any_framework)
 def test_dlpack_producer(operation: Operation, case: Any) -> None:
     """Taken over by CuPy, which then also holds the results; what is written in place is written there."""
     call = operation.make(case)
     torch.cuda.synchronize()
-    produced = call.mapped(Producer)
-    for form in forms(call):
+    produced = call.mapped(Producer, lambda x: to_cupy(x.contiguous()))
+    for form in call.forms():
         want = call.run(form)
         got = produced.run(form)
         cupy.cuda.get_current_stream().synchronize()
@@ -92,7 +103,19 @@ def test_dlpack_producer(operation: Operation, case: Any) -> None:
             assert_results("a producer", call, (got[0].tensor,), want)
             continue
         assert all(isinstance(x, cupy.ndarray) for x in got)
-        assert_results(f"a producer, {form}", call, tuple(torch.from_dlpack(x) for x in got), want)
+        assert_results(f"a producer, {form}", call, as_torch(got), want)
+
+
+@for_first(only=lambda operation: operation.mixed)
+def test_two_frameworks(operation: Operation, case: Any) -> None:
+    """Some arrays of CuPy beside tensors: results are tensors."""
+    call = operation.make(case)
+    want = call.run()
+    torch.cuda.synchronize()
+    mixed = {name: change_arrays(call.arguments[name], to_cupy) for name in operation.mixed}
+    got = call.run(**mixed)
+    assert all(isinstance(x, torch.Tensor) for x in got)
+    assert_results("two frameworks", call, got, want)
 
 
 # ---- streams
@@ -102,9 +125,7 @@ class Late:
     """Arguments that become valid only when `restore` has run; until then they hold garbage that is safe."""
 
     def __init__(self, call: Call) -> None:
-        given = [*call.arrays().values(), *(call.plan or {}).values()]
-        arrays = [x for value in given for x in (value if isinstance(value, list) else [value])]
-        self.valid = [(x, x.clone()) for x in arrays if isinstance(x, torch.Tensor)]
+        self.valid = [(x, x.clone()) for x in call.all_arrays()]
 
     def spoil(self) -> None:
         for x, _ in self.valid:
@@ -130,7 +151,7 @@ def warmed_up_stream(call: Call, form: str) -> Any:
 def test_torch_side_stream(operation: Operation, case: Any) -> None:
     """The inputs become valid late on a side stream; only work on that stream, after them, sees them."""
     call = operation.make(case)
-    for form in forms(call):
+    for form in call.forms():
         want = call.run(form)
         late, target = Late(call), call.target()
         stream = warmed_up_stream(call, form)
@@ -163,50 +184,55 @@ def test_default_stream_is_not_involved(operation: Operation, case: Any) -> None
     assert_results("on a side stream", call, got, want)
 
 
-@for_first()
+@for_first(only=any_framework)
 def test_cupy_side_stream(operation: Operation, case: Any) -> None:
     call = operation.make(case)
     want = call.run()
     late = Late(call)
-    in_cupy = call.mapped(to_cupy)
-    target = in_cupy.target()
+    on_cupy = in_cupy(call)
+    target = on_cupy.target()
     stream = cupy.cuda.Stream(non_blocking=True)
     cupy.cuda.Device().synchronize()
     with stream:  # loads the kernels, and gives the pool memory for this stream
-        in_cupy.run()
+        on_cupy.run()
     stream.synchronize()
     late.spoil()
     cupy.cuda.Device().synchronize()
     with stream, torch.cuda.stream(torch.cuda.ExternalStream(stream.ptr)):
         torch.cuda._sleep(DELAY_CYCLES)
         late.restore()
-        got = in_cupy.run(**target)
+        got = on_cupy.run(**target)
         assert not stream.done, "the call waited for the device"
     stream.synchronize()
-    assert_results("on a side stream", call, tuple(torch.from_dlpack(x) for x in got), want)
+    assert_results("on a side stream", call, as_torch(got), want)
 
 
 # ---- devices
 
 
-@for_first()
+@for_first(only=any_framework)
 def test_second_device(operation: Operation, case: Any) -> None:
+    """Arrays are on a device that is not the current one, which stays current; and the other way round."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     call = operation.make(case)
     want = call.run()
     moved = call.mapped(lambda x: x.to("cuda:1"))
     torch.cuda.synchronize("cuda:1")
-    for form in forms(call):
+    for form in call.forms():
         got = moved.run(form)
         assert torch.cuda.current_device() == 0
         assert all(x.device == torch.device("cuda:1") for x in got)
         at_home = call.run(form)
         assert_results(f"on the second device, {form}", call, tuple(x.to("cuda:0") for x in got), at_home)
+    with torch.cuda.device(1):
+        got = call.run()
+        assert torch.cuda.current_device() == 1
+    assert_results("while the second is current", call, got, want)
     with cupy.cuda.Device(1):
-        in_cupy = moved.mapped(to_cupy)
-        target = in_cupy.target()
-    got = in_cupy.run(**target)
+        on_cupy = in_cupy(moved)
+        target = on_cupy.target()
+    got = on_cupy.run(**target)
     assert all(x.device.id == 1 for x in got)
     cupy.cuda.Device(1).synchronize()
     on_host = tuple(torch.from_numpy(cupy.asnumpy(x.view(cupy.uint8))) for x in map(contiguous, got))
@@ -227,7 +253,7 @@ def test_arrays_on_two_devices(operation: Operation, case: Any) -> None:
     call = operation.make(case)
     call.run()
     names = [*operation.arrays]
-    if call.written is None:
+    if names and call.written is None:
         del names[0]  # where this one is, the others have to be
     for name in names:
         value = call.arguments[name]
@@ -240,15 +266,8 @@ def test_arrays_on_two_devices(operation: Operation, case: Any) -> None:
 # ---- threads
 
 
-def test_threads() -> None:
-    """A thread per case, each with a stream of its own, gets the bits that it would get alone."""
-    # The kernel for clusters is forced for all threads or for none.
-    operations = [operation for operation in OPERATIONS if not operation.name.endswith("_clusters")]
-    calls = [operation.make(case) for operation in operations for case in operation.cases]
-    wanted = [call.run() for call in calls]
-    for call, want in zip(calls, wanted, strict=True):
-        call.check(want)
-    torch.cuda.synchronize()
+def run_in_threads(calls: list[Call], times: int) -> list[list[tuple[Any, ...]]]:
+    """The results of each call, made in a thread of its own on a stream of its own, all at once."""
     results: list[list[tuple[Any, ...]]] = [[] for _ in calls]
     errors: list[BaseException] = []
     start = threading.Barrier(len(calls))
@@ -257,22 +276,106 @@ def test_threads() -> None:
         try:
             start.wait()
             with torch.cuda.stream(torch.cuda.Stream()):
-                own.extend(call.run() for _ in range(20))
+                own.extend(call.run() for _ in range(times))
                 torch.cuda.current_stream().synchronize()
         except BaseException as error:
             errors.append(error)
 
-    def run_all(target: Callable[..., None]) -> None:
-        threads = [threading.Thread(target=target, args=pair) for pair in zip(calls, results, strict=True)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-
-    run_all(work)
+    threads = [threading.Thread(target=work, args=pair) for pair in zip(calls, results, strict=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     assert not errors, errors
+    return results
+
+
+@pytest.mark.parametrize("loaded", (True, False), ids=("loaded", "not loaded"))
+def test_threads(loaded: bool) -> None:
+    """A thread gets the bits that it would get alone, also where it prepares its call and loads kernels."""
+    # The kernel for clusters is forced for all threads or for none.
+    calls = [one.make(case) for one in OPERATIONS if not one.clusters for case in one.cases]
+    wanted = [call.run() for call in calls]
+    for call, want in zip(calls, wanted, strict=True):
+        call.check(want)
     torch.cuda.synchronize()
+    with nullcontext() if loaded else no_kernel_loaded():
+        results = run_in_threads(calls, 20 if loaded else 3)
+        torch.cuda.synchronize()  # before the kernels are let go of
     for call, own, want in zip(calls, results, wanted, strict=True):
-        assert len(own) == 20
+        assert len(own) == (20 if loaded else 3)
         for got in own:
             assert_results("in a thread", call, got, want)
+
+
+# ---- torch.compile
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own
+@pytest.mark.usefixtures("_nothing_compiled")
+@pytest.mark.parametrize("backend", ("inductor", "aot_eager"))
+@for_first(only=lambda operation: operation.compiled)
+def test_compiled(operation: Operation, case: Any, backend: str) -> None:
+    """A program with the call in it; what follows sees what the call wrote."""
+    call = operation.make(case)
+    want, target = call.run(), call.target()
+    function = getattr(rawmla, call.function)
+
+    def step(arguments: dict[str, Any]) -> Any:
+        got = function(**arguments)
+        got = got if call.unpack is None else call.unpack(got)
+        results = got if isinstance(got, tuple) else (got,)
+        return results, [x.double().nan_to_num() for x in results]
+
+    compiled = torch.compile(step, fullgraph=operation.compiled == "whole", backend=backend)
+    got, after = compiled({**call.arguments, **target})
+    assert_results("compiled", call, tuple(target.values()) or tuple(got), want)
+    for one, wanted in zip(after, want, strict=True):
+        assert torch.equal(one, wanted.double().nan_to_num())
+
+
+def compiled_with_a_slice(step: Any, buffer: Any, *arrays: Any) -> Any:
+    """Call a compiled step that writes the last 4 heads of 8 of a buffer; returns them, and its result."""
+    result = torch.compile(step, fullgraph=True)(buffer, *arrays)
+    assert bool((buffer[..., :4, :] == 1).all())
+    return buffer[..., 4:, :], result
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.usefixtures("_nothing_compiled")
+def test_compiled_with_a_slice_as_output() -> None:
+    call = MHA.make(MhaCase(b=3, s_q=150, s_k=200, causal=True))
+    q, k, v = (call.arguments[name] for name in ("q", "k", "v"))
+    buffer = torch.ones(3, 150, 8, 128, dtype=q.dtype, device="cuda")
+
+    def step(buffer: Any, q: Any, k: Any, v: Any) -> Any:
+        return rawmla.flash_attn_func(q, k, v, causal=True, out=buffer[:, :, 4:])[1]
+
+    assert_results("dense", call, compiled_with_a_slice(step, buffer, q, k, v), call.run())
+    call = PREFIX.make(replace(PREFIX.cases[0], layout="plain"))
+    buffer = torch.ones(len(call.arguments["q"]), 8, 128, dtype=q.dtype, device="cuda")
+
+    def write(buffer: Any, arguments: dict[str, Any]) -> None:
+        rawmla.context_attention_fwd(**arguments, o=buffer[:, 4:])
+
+    got, _ = compiled_with_a_slice(write, buffer, call.arguments)
+    assert_results("prefix", call, (got,), call.run())
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.usefixtures("_nothing_compiled")
+def test_compiled_for_many_lengths() -> None:
+    """One graph for all sizes."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def step(q: Any, k: Any, v: Any) -> Any:
+        return rawmla.flash_attn_func(q, k, v, causal=True)
+
+    compiled = torch.compile(step, fullgraph=True, backend=counter, dynamic=True)
+    for b, s_q, s_k in ((3, 70, 90), (2, 130, 150), (5, 33, 257)):
+        call = MHA.make(MhaCase(b=b, s_q=s_q, s_k=s_k, causal=True))
+        arrays = [call.arguments[name] for name in ("q", "k", "v")]
+        assert_results("compiled", call, compiled(*arrays), call.run())
+    assert counter.frame_count <= 2

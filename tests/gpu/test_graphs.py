@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from gpu_support import POISON_BYTE, assert_poison, no_kernel_loaded, torch
+from gpu_support import assert_poison, cupy, loaded_labels, no_kernel_loaded, torch
+from test_frameworks import in_cupy
 
 import rawmla
 from operations import OPERATIONS, Operation, assert_results, for_each, for_first, is_planned
-from operations.memory import all_canaries, between_canaries, fill_with_canaries
+from operations.memory import Outputs, all_canaries, fill_with_canaries
 
 PLANS = ("object", "object, invariant", "tensors, inside", "tensors, outside")
 
@@ -83,6 +84,67 @@ def test_calls(operation: Operation, case: Any) -> None:
         assert_results("replayed and eager", call, got, call.run())
 
 
+@for_first(only=lambda operation: not is_planned(operation))
+def test_calls_one_after_the_other(operation: Operation, case: Any) -> None:
+    """Their scratch is the same, and a counter in it may give tiles to CTAs."""
+    call = operation.make(case)
+    call.run()
+    targets = [call.target() for _ in range(3)]
+    graph, results = capture(lambda: [call.run(**target) for target in targets])
+    for _ in range(3):
+        for target, got in zip(targets, results, strict=True):
+            if target and call.fresh is not None:
+                got[0].copy_(call.fresh())
+        graph.replay()
+        for got in results:
+            assert_results("replayed", call, got, call.run())
+
+
+@for_first(only=lambda operation: operation.copied)
+def test_copies_in_a_graph(operation: Operation, case: Any) -> None:
+    """What has to be copied is copied in the graph, from where it lies then."""
+    call = operation.make(case)
+    name = operation.copied
+    x = call.arguments[name]
+    call.arguments[name] = moved = x.mT.contiguous().mT
+    target, want = call.target(), call.run()
+    graph, got = capture(lambda: call.run(**target))
+    for factor in (1, -1):
+        moved.mul_(factor)
+        graph.replay()
+        want = call.run(**{name: moved.contiguous()})
+        assert_results("replayed", call, got, want)
+
+
+@for_first(only=lambda operation: operation.any_framework and not is_planned(operation))
+def test_cupy_graph(operation: Operation, case: Any) -> None:
+    """Captured on a CuPy stream, with results that live on; copies are refused there."""
+    call = operation.make(case)
+    want = call.run()
+    on_cupy = in_cupy(call)
+    target = on_cupy.target()
+    torch.cuda.synchronize()
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        on_cupy.run(**target)  # loads the kernels, and gives the pool memory for this stream
+        stream.synchronize()
+        stream.begin_capture()
+        try:
+            got = on_cupy.run(**target)
+            if operation.copied:
+                backwards = on_cupy.arguments[operation.copied][::-1]
+                with pytest.raises(ValueError, match=f"^{operation.copied}: expected, inside a CUDA-graph"):
+                    on_cupy.run(**target, **{operation.copied: backwards})
+        finally:
+            graph = stream.end_capture()
+        for _ in range(2):
+            for x in got if not target else ():
+                x.fill(0)
+            graph.launch(stream)
+        stream.synchronize()
+    assert_results("replayed", call, tuple(torch.from_dlpack(x) for x in got), want)
+
+
 @for_each("graph_cases", only=is_planned)
 def test_one_object_for_several_layers(operation: Operation, case: Any) -> None:
     """The first layer computes the plan inside the graph, the others read it there."""
@@ -101,25 +163,20 @@ def test_one_object_for_several_layers(operation: Operation, case: Any) -> None:
 
 
 @for_each("graph_cases", only=lambda operation: operation.out)
-def test_out_given_and_other_memory_reused_between_replays(operation: Operation, case: Any) -> None:
+def test_outputs_given_and_other_memory_reused_between_replays(operation: Operation, case: Any) -> None:
     call = operation.make(case)
-    assert operation.changes is not None and operation.out is not None
-    first = call.run()
-    buffer, given = between_canaries(first[0], operation.out(first[0]))
+    assert operation.changes is not None
+    outputs = Outputs.of(operation, call, call.run())
     metadata = {} if call.plan is None else {"tile_scheduler_metadata": call.make_plan()[0]}
-    graph, got = capture(lambda: call.run(**metadata, out=given))
-    assert got[0] is given
+    graph, got = capture(lambda: call.run(**metadata, **outputs.given))
+    assert all(one is given for one, given in zip(got, outputs.given.values(), strict=False))
     for _ in operation.changes(call):
-        if call.fresh is not None:
-            given.copy_(call.fresh())
-        else:
-            given.view(torch.uint8).fill_(POISON_BYTE)
+        outputs.renew()
         other = [torch.full((n << 20,), float("nan"), device="cuda") for n in (1, 2, 8)]
         graph.replay()
         call.check(got)
         del other
-    fill_with_canaries(given)
-    assert all_canaries(buffer), "a replay wrote outside `out`"
+    outputs.assert_untouched_around()
 
 
 SMALLER = [
@@ -174,6 +231,29 @@ def test_batch_smaller_than_captured(operation: Operation, case: Any, form: str,
     call.check((out, lse))
 
 
+@for_each("cases")
+def test_warmup_call(operation: Operation, case: Any) -> None:
+    """Loads what the very call needs, allocates and enqueues nothing; then the call can be captured."""
+    call = operation.make(case)
+    want, target = call.run(), call.target()
+    plan = {}
+    if call.plan is not None:
+        plan["tile_scheduler_metadata"], plan["num_splits"] = call.make_plan()
+    torch.cuda.synchronize()
+    with no_kernel_loaded():
+        before = torch.cuda.memory_stats()["allocation.all.allocated"]
+        rawmla.warmup_call(getattr(rawmla, call.function), **call.arguments, **target, **plan)
+        assert torch.cuda.current_stream().query()
+        assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+        loaded = loaded_labels()
+        assert loaded
+        graph, got = capture(lambda: call.run(**target, **plan))
+        assert loaded_labels() == loaded
+        graph.replay()
+        assert_results("replayed", call, got, want)
+        torch.cuda.synchronize()  # before the kernels are let go of
+
+
 @for_first()
 def test_kernel_missing_in_a_capture(operation: Operation, case: Any) -> None:
     """Nothing is compiled or loaded in a capture, and the refused call leaves nothing behind: the same plan
@@ -189,5 +269,6 @@ def test_kernel_missing_in_a_capture(operation: Operation, case: Any) -> None:
             torch.cuda.graph(torch.cuda.CUDAGraph()),
         ):
             call.run(**metadata, **target)
+        assert loaded_labels() == []
         assert_results("after a refused capture", call, call.run(**metadata), want)
     assert_results("afterwards", call, call.run(), want)

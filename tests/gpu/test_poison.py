@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from gpu_support import assert_poison, assert_same_bits, cupy, poison, replaced_launches, torch
+from gpu_support import assert_poison, cupy, poison, replaced_launches, torch
+from test_frameworks import in_cupy
 
-from operations import Call, Operation, for_first
+from operations import Call, Operation, assert_results, for_first
 from rawmla.call.arrays import inspect
 from rawmla.call.frameworks import NewArray
 
@@ -78,25 +79,21 @@ def fresh_results(call: Call, form: str) -> list[tuple[str, Any]]:
     return found
 
 
-def to_cupy(x: Any) -> Any:
-    return cupy.from_dlpack(x)
-
-
 @pytest.mark.parametrize("framework", ("torch", "cupy"))
-@for_first(only=lambda operation: operation.name not in ("write_kv_cache", "gather_kv_cache"))
+@for_first(only=lambda operation: not operation.writes)
 def test_results_and_plans_of_calls(operation: Operation, case: Any, framework: str) -> None:
     """Without their kernels, calls give poison: those that are prepared anew, and those that were before."""
     call = operation.make(case)
-    if framework == "cupy":
-        call = call.mapped(to_cupy)
+    if framework == "cupy" and operation.any_framework:
+        call = in_cupy(call)
     with replaced_launches(lambda: None):
-        for form in ("object", "tensors") if call.plan is not None else ("object",):
+        for form in call.forms():
             for _ in range(2):
                 for name, array in fresh_results(call, form):
                     assert_poison(f"{name}, {form}", array)
 
 
-@for_first(only=lambda operation: operation.name not in ("write_kv_cache", "gather_kv_cache"))
+@for_first(only=lambda operation: not operation.writes)
 def test_results_in_a_capture(operation: Operation, case: Any) -> None:
     """The poison is part of the graph: a replay fills the results again before its kernels run."""
     call = operation.make(case)
@@ -118,5 +115,4 @@ def test_the_same_bits_without_poison(operation: Operation, case: Any) -> None:
     want = call.run()
     with poison(False):
         got = call.run()
-    for name, one, wanted in zip(call.results, got, want, strict=True):
-        assert_same_bits(name, one, wanted)
+    assert_results("without poison", call, got, want)

@@ -201,6 +201,7 @@ class Operation:
         repeats: how often the calls of rerun cases are made back to back.
         strides: for each argument with free strides, the kinds of `strided` it takes.
         odd_last: arguments whose last dimension need not be contiguous.
+        copied: one of these, which is copied then.
         any_integer: arguments that are int32 or int64.
         out: padding of each dimension of the buffer that an output may be a slice of; None: none is taken.
         outputs: the arguments that take buffers for the first results.
@@ -235,6 +236,7 @@ class Operation:
     invariant_cases: tuple[Any, ...] = ()
     strides: dict[str, tuple[str, ...]] = field(default_factory=dict)
     odd_last: tuple[str, ...] = ()
+    copied: str | None = None
     any_integer: tuple[str, ...] = ()
     out: Callable[[Any], Pads] | None = None
     outputs: tuple[str, ...] = ("out",)

@@ -254,6 +254,7 @@ MHA_BACKWARD = Operation(
     graph_cases=both_orders((BATCH, "both")),
     strides={name: ROWS for name in ("dout", "q", "k", "v", "out")},
     odd_last=("q", "k", "v", "dout", "out", "lse", "dlse"),
+    copied="dout",
     ordered_like="q",
     out=slices,
     outputs=("dq", "dk", "dv"),

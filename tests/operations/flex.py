@@ -252,6 +252,7 @@ FLEX = Operation(
     graph_cases=(CHANGING, replace(CHANGING, block=(64, 32))),
     strides={"query": ROWS, "key": ROWS, "value": (*ROWS, "transposed")},
     odd_last=("query", "key", "value"),
+    copied="value",
     ordered_like="query",
     grads=("query", "key", "value"),
     mixed=("score_mod", "block_mask"),

@@ -243,6 +243,7 @@ def prefix_operation(
         graph_cases=(roomy, replace(roomy, table="pointers")),
         strides={"q": ROWS, "b_loc": ("columns", "odd")},
         odd_last=("q", "k", "v", "k_scale", "v_scale", "fp8_out_scale"),
+        copied="v" if "v" in arrays else None,
         any_integer=("b_loc",),
         out=around_o,
         outputs=("o",),
