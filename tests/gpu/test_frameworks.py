@@ -13,7 +13,7 @@ from gpu_support import cupy, no_kernel_loaded, torch
 import rawmla
 from kit.mha import MhaCase
 from operations import OPERATIONS, Call, Operation, assert_results, for_each, for_first
-from operations.core import change_arrays
+from operations.core import assert_rounded_alike, change_arrays
 from operations.dense import MHA
 from operations.memory import Outputs
 from operations.prefix import PREFIX
@@ -74,6 +74,23 @@ def test_cupy_outputs(operation: Operation, case: Any) -> None:
     cupy.cuda.get_current_stream().synchronize()
     assert_results("outputs given", call, as_torch(got), want)
     outputs.assert_untouched_around()
+
+
+@for_first(only=lambda operation: operation.copied and operation.any_framework)
+def test_cupy_copies(operation: Operation, case: Any) -> None:
+    """Strides that are negative, and a last dimension that is not contiguous."""
+    call = operation.make(case)
+    name = operation.copied
+    want = call.run()
+    on_cupy = in_cupy(call)
+    x = on_cupy.arguments[name]
+    for way in (
+        cupy.ascontiguousarray(x[::-1])[::-1],
+        cupy.ascontiguousarray(x.swapaxes(-2, -1)).swapaxes(-2, -1),
+    ):
+        got = on_cupy.run(**{name: way})
+        cupy.cuda.get_current_stream().synchronize()
+        assert_results("copied by CuPy", call, as_torch(got), want)
 
 
 class Producer:
@@ -261,6 +278,27 @@ def test_arrays_on_two_devices(operation: Operation, case: Any) -> None:
         # The text names this array, or another where this one says which device it has to be.
         with pytest.raises(ValueError, match=r"^\w+(\[\d\])?: expected an array on device cuda:"):
             call.run(**{name: moved})
+
+
+def gradients(operation: Operation, call: Call) -> tuple[Any, ...]:
+    """Of a sum of the first result, through a graph of autograd."""
+    given = [x for x in operation.grads if call.arguments.get(x) is not None]
+    leaves = {name: call.arguments[name].detach().requires_grad_() for name in given}
+    out = call.run(**leaves)[0]
+    return torch.autograd.grad(out, list(leaves.values()), torch.ones_like(out))
+
+
+@for_first(only=lambda operation: operation.grads and operation.any_framework)
+def test_autograd_on_the_second_device(operation: Operation, case: Any) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    call = operation.make(case)
+    moved = call.mapped(lambda x: x.to("cuda:1"))
+    torch.cuda.synchronize("cuda:1")
+    got = gradients(operation, moved)
+    assert torch.cuda.current_device() == 0
+    for number, (one, want) in enumerate(zip(got, gradients(operation, call), strict=True)):
+        assert_rounded_alike(f"gradient {number}", one.to("cuda:0"), want)
 
 
 # ---- threads

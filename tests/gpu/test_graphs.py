@@ -6,10 +6,13 @@ from typing import Any
 
 import pytest
 from gpu_support import assert_poison, cupy, loaded_labels, no_kernel_loaded, torch
-from test_frameworks import in_cupy
+from test_frameworks import gradients, in_cupy
 
 import rawmla
+from kit.mha import MhaCase
 from operations import OPERATIONS, Operation, assert_results, for_each, for_first, is_planned
+from operations.core import assert_rounded_alike
+from operations.dense import make_dense_call
 from operations.memory import Outputs, all_canaries, fill_with_canaries
 
 PLANS = ("object", "object, invariant", "tensors, inside", "tensors, outside")
@@ -272,3 +275,40 @@ def test_kernel_missing_in_a_capture(operation: Operation, case: Any) -> None:
         assert loaded_labels() == []
         assert_results("after a refused capture", call, call.run(**metadata), want)
     assert_results("afterwards", call, call.run(), want)
+
+
+@for_first(only=lambda operation: operation.grads)
+def test_kernel_of_the_backward_missing_in_a_captured_pass(operation: Operation, case: Any) -> None:
+    """The forward's kernels are there, those of its backward are not: autograd passes the refusal on."""
+    call = operation.make(case)
+    want = gradients(operation, call)
+    with no_kernel_loaded():
+        call.run()
+        before = loaded_labels()
+        with (
+            pytest.raises(rawmla.KernelNotReadyError, match="warmup"),
+            torch.cuda.graph(torch.cuda.CUDAGraph()),
+        ):
+            gradients(operation, call)
+        assert loaded_labels() == before
+        got = gradients(operation, call)
+        torch.cuda.synchronize()  # before the kernels are let go of
+    for number, (one, other) in enumerate(zip(got, want, strict=True)):
+        assert_rounded_alike(f"gradient {number}", one, other)
+
+
+def test_warmup_by_name() -> None:
+    """`rawmla.warmup("mha")` is enough for a capture of plain calls, causal ones, segments and sinks."""
+    cases = (
+        MhaCase(b=2, s_q=70, s_k=90, causal=True, sink="float16"),
+        MhaCase(q_lengths=(300, 0, 1, 77), k_lengths=(257, 90, 0, 200), h_q=8, h_kv=1),
+    )
+    calls = [make_dense_call(case) for case in cases]
+    wanted = [call.run() for call in calls]
+    with no_kernel_loaded():
+        rawmla.warmup("mha", mha_head_dims=[(128, 128)])
+        graph, results = capture(lambda: [call.run() for call in calls])
+        graph.replay()
+        for call, got, want in zip(calls, results, wanted, strict=True):
+            assert_results("replayed", call, got, want)
+        torch.cuda.synchronize()
