@@ -616,7 +616,7 @@ def test_the_sanitizer_in_parts(
 
 def test_the_sanitizer_gets_every_case() -> None:
     """The files that are looked for have all that is marked; the GPU's tests can be collected anywhere."""
-    arguments = ["-q", "-p", "no:cacheprovider", "--collect-only", "-m", "sanitizer", "tests/gpu"]
+    arguments = ["-q", "-p", "no:cacheprovider", "--collect-only", "--full", "-m", "sanitizer", "tests/gpu"]
     answer = fresh.run(("-c", "import pytest, sys; sys.exit(pytest.main())", *arguments), ROOT, timeout=300)
     assert answer.returncode == 0, answer.stdout + answer.stderr
     found = {line.partition("::")[0] for line in answer.stdout.splitlines() if "::" in line}

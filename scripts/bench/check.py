@@ -247,7 +247,7 @@ def run_sanitizer(run: Run) -> bool:
     if program is None:
         print("compute-sanitizer is not on the PATH: stage skipped")
         return False
-    chosen = ["-m", "sanitizer", *files_with_marker("sanitizer")]
+    chosen = ["--full", "-m", "sanitizer", *files_with_marker("sanitizer")]
     start = time.monotonic()
     good = True
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(count * len(SANITIZER_TOOLS)) as pool:

@@ -1,7 +1,7 @@
 """Small calls that reach every path of the kernels: the list to run under compute-sanitizer, with
 test_lengths_sanitizer.py.
 
-    compute-sanitizer --tool memcheck python -m pytest -m sanitizer tests/gpu/test_sanitizer.py
+    compute-sanitizer --tool memcheck python -m pytest --full -m sanitizer tests/gpu/test_sanitizer.py
 
 Inputs are made, and results compared, on the CPU, so that the sanitizer watches these kernels alone.
 """
@@ -41,7 +41,7 @@ from operations.mla_sparse import make_sparse_call
 from rawmla.flex import backward as flex_backward
 from rawmla.kernels.mha_backward_variants import Needs
 
-pytestmark = pytest.mark.sanitizer
+pytestmark = [pytest.mark.sanitizer, pytest.mark.full]  # other runs have larger cases of the same calls
 
 
 def on_gpu(x: Any) -> Any:
