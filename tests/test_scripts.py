@@ -586,7 +586,8 @@ def test_the_sanitizer_in_parts(
     """All parts of all tools run; what one part finds, or fails to say, makes its tool not clean."""
     small_tree(tmp_path, monkeypatch)
     (tmp_path / "tests" / "conftest.py").write_text(
-        "import os\ndef pytest_collection_modifyitems(items):\n"
+        "import os\ndef pytest_addoption(parser): parser.addoption('--full', action='store_true')\n"
+        "def pytest_collection_modifyitems(items):\n"
         "    part, parts = map(int, os.environ['TEST_PART'].split('/'))\n"
         "    items[:] = items[part - 1::parts]\n"
     )
