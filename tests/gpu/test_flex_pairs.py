@@ -88,9 +88,8 @@ def pairs() -> list[Pair]:
 
 
 def quick(pair: Pair) -> bool:
-    """Each score function with one pair of head dimensions, in turn, and every fourth bias beyond these."""
-    turn, score = divmod(pair.case.seed, len(SCORES))
-    return score % len(DIMS) == turn if turn < len(DIMS) else score % 4 == 0
+    """A few; test_flex_functions.py has each function in every run."""
+    return pair.case.seed % 23 == 0
 
 
 @pytest.mark.parametrize("pair", full_unless(quick, pairs()), ids=lambda pair: pair.id)
