@@ -155,7 +155,7 @@ def test_wrong_output(operation: Operation, case: Any, wrong: str) -> None:
 GRADS = [
     (operation, case, name)
     for operation in OPERATIONS
-    for case in operation.cases
+    for case in operation.cases[:1]
     for name in operation.floats(case)
 ]
 
