@@ -32,7 +32,7 @@ LEARNED = 0.5  # of the last mean loss; guessing costs ln(32) = 3.5
 BOUND = 0.1  # of the difference of mean losses
 # By rounding alone torch's attention in bfloat16, with float32 products, and with probabilities rounded once
 # more trains curves that part by at most 0.017 with documents (two seeds, on a CPU); without a mask, by 2.
-# A row of one document is learned in jumps, whose step depends on rounding, and a curve may jump back: there the
+# A row of one document is learned in jumps, whose step depends on rounding, and may jump back: there the
 # least losses are compared.
 GRADIENT_TOL = 2**-7  # relative error of a whole gradient: products are of bfloat16 numbers
 
