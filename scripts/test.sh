@@ -10,5 +10,5 @@ fi
 # One process a core, and one thread in each: thread pools of processes side by side wait for each other.
 # A -n among the arguments counts instead.
 export OMP_NUM_THREADS=1
-echo "Running the tests that need no GPU: about 8 minutes on two cores." >&2
+echo "Running the tests that need no GPU: about 4 minutes on two cores." >&2
 exec .venv/bin/python -m pytest -q -n auto --dist worksteal "$@"
