@@ -55,11 +55,13 @@ def test_host_time(s_k: int, form: str, record_property: Any) -> None:
 
 
 def test_overhead(flash_mla: Any) -> None:
-    """Host time of a call through the module beyond that of rawmla's own function."""
+    """What a call through the module takes more than rawmla's own function, in the quickest tenth of calls, which
+    other processes disturb least.
+    """
     inputs = make_dense_inputs(DenseCase(b=2, h_q=16, s_k=300))
     arguments = (*call_arguments(inputs), rawmla.get_mla_metadata()[0])
     calls = (flash_mla.flash_mla_with_kvcache, rawmla.flash_mla_with_kvcache)
-    through, own = (statistics.median(times) for times in times_of(calls, arguments, 4000))
+    through, own = (statistics.quantiles(times, n=10)[0] for times in times_of(calls, arguments, 4000))
     assert through - own < OVERHEAD_US, f"{through:.2f} us and {own:.2f} us"
 
 
