@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
-from calls.fakes import Arguments, FakeArray, World
+from calls.fakes import Arguments, FakeArray, World, contiguous
 from calls.suite import (
     all_arguments,
     all_numbers,
@@ -57,8 +58,16 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "float": (0.5, np.float64(0)),
     "float | None": (0.125, np.float32(0.5)),
     "int": (3, np.int64(0)),
+    "str": ("e",),
 }
 """Values that options are given, by their annotation."""
+
+
+def shorter(x: FakeArray, axis: int) -> FakeArray:
+    """A slice without the last element along an axis, in the same strides."""
+    shape = list(x.shape)
+    shape[axis] = max(shape[axis] - 1, 0)
+    return x.but(shape=tuple(shape), strides=x.strides or contiguous(x.shape))
 
 
 def others(operation: Operation) -> Iterator[tuple[str, Arguments]]:
@@ -73,6 +82,11 @@ def others(operation: Operation) -> Iterator[tuple[str, Arguments]]:
             yield f"{name} {kind}", {**given, name: change_last(given[name], lambda x, other=other: other)}
     for name, value in arrays_of(given).items():
         yield f"{name} off 16 bytes", {**given, name: change_last(value, lambda x: x.but(ptr=x.ptr + 2))}
+        for axis in range(len(flat(value)[-1].shape)):
+            yield (
+                f"{name} shorter in {axis}",
+                {**given, name: change_last(value, partial(shorter, axis=axis))},
+            )
     for option in parameters_of(operation):
         for value in OPTIONS.get(str(option.annotation), ()):
             yield f"{option.name} {value}", {**given, option.name: value}
