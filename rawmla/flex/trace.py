@@ -155,7 +155,7 @@ class _Joint:
         """
         # In this thread, which make_fx records. In a backward pass torch has switched gradients off. Its
         # anomaly mode looks for NaN among values, which fake tensors do not have. Hooks of the caller, such
-        # as those of torch.utils.checkpoint, would count what autograd saves here.
+        # as torch.utils.checkpoint sets, would count what autograd saves here.
         with (
             torch.enable_grad(),
             torch.autograd.graph.saved_tensors_hooks(_unchanged, _unchanged),

@@ -335,7 +335,7 @@ def problems_of_rows(
     times: float,
     rows: float = 1.0,
 ) -> list[str]:
-    """What is wrong with dq, dk and dv, of which some rows are `unused`; `dout` is that of the other ones."""
+    """What is wrong with dq, dk and dv, of which some rows are `unused`; `dout` has the others."""
     problems = []
     for i, (one, without) in enumerate(zip(got, unused, strict=True)):
         if not bool((one[without] == 0).all()):
