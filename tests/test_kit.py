@@ -2,11 +2,9 @@
 
 import itertools
 import os
-import random
 import subprocess
 import sys
 from dataclasses import replace
-from math import inf
 from typing import Any
 
 import numpy as np
@@ -22,14 +20,10 @@ from kit import (
     make_dense_inputs,
     make_sparse_inputs,
     out_tolerance,
-    repage,
 )
-from kit.flex import FlexCase
-from kit.generators import GARBAGE_PAGE, SHARP_FACTOR, on_numpy
-from kit.mha import MhaCase
-from kit.plans import IDLE_FORMS, LAYOUTS, blocks_of, check_plan, write_plan
-from kit.prefix import PrefixCase
-from kit.sparse import INT_MAX, INT_MIN, block_fields, block_stride
+from kit.generators import GARBAGE_PAGE, SHARP_FACTOR
+from kit.plans import LAYOUTS, check_plan, write_plan
+from kit.sparse import block_fields, block_stride
 from rawmla import reference
 
 torch = pytest.importorskip("torch")
@@ -47,17 +41,6 @@ def decode(inputs: DenseInputs, **options: Any) -> tuple[np.ndarray, np.ndarray]
     return reference.flash_mla_with_kvcache(*arrays, 512, causal=inputs.case.causal, **options)
 
 
-# ---- names of cases
-
-
-@pytest.mark.parametrize("kind", (MhaCase, FlexCase, PrefixCase))
-def test_a_name_is_what_differs_from_the_defaults(kind: Any) -> None:
-    """Memory of no token holds NaN by default, which is not equal to itself."""
-    assert kind().id == "default"
-    assert kind(gap=inf, layout="slice").id == "layout=slice gap=inf"
-    assert MhaCase(window=(3, -1)).id == "window=(3,-1)"
-
-
 # ---- generators
 
 
@@ -66,12 +49,7 @@ def test_layout(case: DenseCase) -> None:
     """Each request has its own pages; whatever is not a token is poison; the rest of the table is garbage."""
     inputs = make_dense_inputs(case, "numpy")
     page = case.page_block_size
-    assert inputs.q.shape == (case.b, case.s_q, case.h_q, case.d_qk)
-    assert inputs.q.dtype.name == inputs.k_cache.dtype.name == case.dtype
-    assert inputs.k_cache.shape[1:] == (page, case.h_kv, case.d_qk)
     assert inputs.cache_seqlens.tolist() == inputs.lengths == case.request_lengths()
-    assert inputs.block_table.dtype == inputs.cache_seqlens.dtype == np.int32
-
     alive = np.zeros(inputs.k_cache.shape[:2], dtype=bool)
     for i, length in enumerate(inputs.lengths):
         count = -(-length // page)
@@ -80,33 +58,13 @@ def test_layout(case: DenseCase) -> None:
             place = inputs.block_table[i, t // page], t % page
             assert not alive[place], "two tokens share a row"
             alive[place] = True
-    finite = np.isfinite(inputs.k_cache.astype(np.float32)).all(axis=(2, 3))
-    np.testing.assert_array_equal(finite, alive)
-    nowhere = np.isinf if case.poison == "inf" else np.isnan
-    assert nowhere(inputs.k_cache.astype(np.float32)[~alive]).all()
+    values = inputs.k_cache.astype(np.float32)
+    assert np.isfinite(values[alive]).all() and not np.isfinite(values[~alive]).any()
     assert not alive.any(axis=1).all(), "no page is left unused"
     gaps = make_dense_inputs(case, "torch", "cpu")
     whole = torch.empty(0, dtype=gaps.k_cache.dtype).set_(gaps.k_cache.untyped_storage())
     assert int(whole.isfinite().sum()) == alive.sum() * case.h_kv * case.d_qk
     assert (whole.numel() > gaps.k_cache.numel()) == (case.block_gap > 0)
-    table = torch.empty(0, dtype=torch.int32).set_(gaps.block_table.untyped_storage())
-    assert int((table != GARBAGE_PAGE).sum()) == (inputs.block_table != GARBAGE_PAGE).sum()
-    assert (table.numel() > inputs.block_table.size) == (case.table_gap > 0)
-
-
-@pytest.mark.parametrize(("page_block_size", "at_a_time"), ((16, 5000), (64, 5000), (256, 1 << 26)))
-@pytest.mark.parametrize("case", LAYOUT_CASES, ids=lambda case: case.id)
-def test_repage_keeps_the_tokens(
-    case: DenseCase, page_block_size: int, at_a_time: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kit.generators.COPIED_AT_A_TIME", at_a_time)
-    first = make_dense_inputs(case, "torch", "cpu")
-    second = repage(first, page_block_size)
-    assert second.k_cache.shape[1] == second.case.page_block_size == page_block_size
-    for got, want in zip(decode(on_numpy(second)), decode(on_numpy(first)), strict=True):
-        np.testing.assert_array_equal(got, want)
-    same_page = make_dense_inputs(second.case, "torch", "cpu")
-    np.testing.assert_array_equal(np.isnan(on_numpy(second).k_cache), np.isnan(on_numpy(same_page).k_cache))
 
 
 # ---- comparison
@@ -242,7 +200,6 @@ def test_every_byte_that_no_index_names_is_poison(case: SparseCase) -> None:
         rows, tails = block_fields(raw, form)
         if tails is not None:
             assert (tails[..., form.scales :] == (0xFF if case.poison == "nan" else 0xFE)).all()
-            assert (tails[~named] == tails[..., form.scales :].max()).all()
         codes = rows[~named][:, : form.values]
         allowed = {0x7F, 0xFF} if case.poison == "nan" else {0x7E, 0xFE}
         assert not form.values or set(np.unique(codes).tolist()) == allowed
@@ -256,54 +213,14 @@ def test_every_byte_that_no_index_names_is_poison(case: SparseCase) -> None:
         )
 
 
-def test_indices_hold_everything_that_may_stand_there() -> None:
-    case = replace(SPARSE_CASES[4], b=40, lengths="random", index_gap=5)
-    inputs = make_sparse_inputs(case, "numpy")
-    indices, lengths = inputs.indices, inputs.topk_length
-    slots = inputs.k_cache.shape[0] * inputs.k_cache.shape[1]
-    named = named_slots(inputs.k_cache, indices, lengths).ravel()
-    assert indices.dtype == np.int32 and indices.strides[1] == 4 * (case.topk + 5)
-    assert {-1, -123456, INT_MIN, slots, INT_MAX} <= set(np.unique(indices).tolist())
-    assert lengths.dtype == np.int32 and {0, 1, case.topk} <= set(lengths.tolist())
-    counted = np.broadcast_to(np.arange(case.topk) < lengths[:, None, None], indices.shape)
-    garbage = indices[~counted]
-    inside = garbage[(garbage >= 0) & (garbage < slots)]
-    assert len(inside) > len(garbage) / 2 and not named[inside].any()
-    valid = counted & (indices >= 0) & (indices < slots)
-    assert ((~valid & counted)[..., :-1] & valid[..., 1:]).any(), "no invalid index before a valid one"
-    assert max(len(row[ok]) - len(set(row[ok].tolist())) for row, ok in zip(indices, valid, strict=True)) > 0
-    assert (~valid.any(axis=2)).sum() > 10
-
-
 # ---- plans
-
-
-def random_plans() -> list[tuple[list[int], list[int]]]:
-    """Lengths and shares."""
-    plans = []
-    for seed in range(60):
-        draw = random.Random(seed)
-        lengths = [draw.choice((0, 0, 1, 63, 64, 65, 300, 1000)) for _ in range(draw.randint(1, 9))]
-        plans.append((lengths, [draw.randint(1, 8) for _ in range(draw.randint(1, 12))]))
-    return plans
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_written_plans_are_complete(layout: str) -> None:
-    for (lengths, shares), idle_form in zip(random_plans(), IDLE_FORMS * 20, strict=True):
-        rows, num_splits = write_plan(
-            lengths, shares, layout, idle_form=idle_form, idle_before=2, idle_after=1
-        )
-        summary = check_plan(rows, num_splits, lengths, layout)
-        assert len(rows) == len(shares) + 3
-        assert sum(summary.blocks) == sum(blocks_of(lengths))
-        assert sum(summary.splits) == num_splits[-1]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_damaged_plans_are_found(layout: str) -> None:
     lengths = [700, 0, 64, 65, 1999]
     rows, num_splits = write_plan(lengths, [7] * 7, layout)
+    check_plan(rows, num_splits, lengths, layout)
     columns = 7 if layout == "object" else 5  # the last two are flags
     for part, column, change in itertools.product(range(len(rows)), range(columns), (-1, 1)):
         damaged = rows.copy()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -131,7 +130,6 @@ def test_gradients_of_forms_agree(name: str) -> None:
         for key, x in captures.items():
             (place,) = [place for place in got.gradients if mod.captures[place].array is x]
             torch.testing.assert_close(got.gradients[place].double(), exact[key].grad, rtol=2e-5, atol=1e-4)
-    assert [x for x in function.captures.values() if getattr(x, "requires_grad", False)] or not captures
 
 
 # ---- inputs
@@ -162,15 +160,6 @@ def test_lists_and_gaps(name: str, separate: bool) -> None:
         assert torch.equal(array.isfinite().all(-1), held) and torch.equal(array.isfinite().any(-1), held)
         whole = torch.empty(0, dtype=array.dtype).set_(array.untyped_storage())
         assert int(whole.isfinite().sum()) == int(held.sum()) * array.shape[-1]
-
-
-def test_tensors_that_require_grad() -> None:
-    inputs = make_flex_backward_inputs(FlexCase(**SMALL, score="alibi table"), "cpu")
-    assert inputs.score is not None
-    traced = trace(inputs.score.python, "score_mod", backward=True)
-    assert traced.backward is not None
-    assert traced.captures[traced.backward.gradients[0]].array is captured_tensors(inputs)["slopes"]
-    assert not forward(inputs)[0].requires_grad
 
 
 # ---- references
@@ -247,24 +236,6 @@ def test_the_reference_of_gradients(of: str, case: FlexCase) -> None:
         torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-9)
 
 
-def test_the_reference_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All but the floors of captured gradients, which are drawn."""
-    inputs = make_flex_inputs(FlexCase(**SMALL, score="head scale", mask="per head", h_kv=2), "cpu")
-    gradients = make_flex_gradients(inputs, "both")
-    out, lse, top = forward(inputs)
-    whole = reference_backward(inputs, gradients)
-    monkeypatch.setattr("kit.flex.CHUNK_SCORES", 1)
-    parts = reference_backward(inputs, gradients)
-    for got, want in zip(forward(inputs), (out, lse, top), strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-14)
-    for name in ("values", "sizes", "floors"):
-        for got, want in zip(getattr(parts.rows, name), getattr(whole.rows, name), strict=True):
-            torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-15)
-    one, other = (x.captured["factor"] for x in (parts, whole))
-    torch.testing.assert_close(one.value, other.value)
-    assert bool(((one.floor / other.floor).log2().abs() < 1).all())
-
-
 # ---- comparison of the forward
 
 
@@ -274,10 +245,9 @@ def rounded(inputs: FlexInputs) -> tuple[Any, Any, Any]:
     return out.to(inputs.q.dtype), lse.float(), top.float()
 
 
-@pytest.mark.parametrize("mask", ("", "lower half"))
 @pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
-def test_the_comparison_finds_what_is_wrong(dtype: str, mask: str) -> None:
-    inputs = make_flex_inputs(FlexCase(s_q=70, s_k=90, dtype=dtype, mask=mask), "cpu")
+def test_the_comparison_finds_what_is_wrong(dtype: str) -> None:
+    inputs = make_flex_inputs(FlexCase(s_q=70, s_k=90, dtype=dtype, mask="lower half"), "cpu")
 
     def fails(text: str, change: Any) -> None:
         results = rounded(inputs)
@@ -292,26 +262,9 @@ def test_the_comparison_finds_what_is_wrong(dtype: str, mask: str) -> None:
     fails("mean error of out", lambda out, lse, top: out.add_(0.05 * out.abs().max()))
     fails("error of lse", lambda out, lse, top: lse[1, 1, 64].add_(0.001))
     fails("error of max_scores", lambda out, lse, top: top[1, 1, 64].sub_(0.001))
-    fails("lse is infinite", lambda out, lse, top: lse[1, 1, 64].fill_(float("-inf")))
     fails("max_scores is infinite", lambda out, lse, top: top[1, 1, 64].fill_(float("nan")))
-    if mask:
-        fails("row of out", lambda out, lse, top: out[0, 0, 3].fill_(0.001))
-        fails("lse is infinite", lambda out, lse, top: lse[0, 0, 3].fill_(-1e30))
-        fails("max_scores is infinite", lambda out, lse, top: top[0, 0, 3].fill_(float("inf")))
-
-
-@pytest.mark.parametrize(("kind", "name"), FUNCTIONS)
-def test_the_comparison_finds_a_missing_function(kind: str, name: str) -> None:
-    """At the shape of the GPU test of all functions. "head offset" changes lse alone."""
-    shape: dict[str, Any] = {"score": name} if kind == "score_mod" else {"mask": name, "gap": 0.0}
-    inputs = make_flex_inputs(FlexCase(s_q=150, s_k=300, **shape), "cpu")
-    results = rounded(replace(inputs, score=None, mask=None, block_mask=None))
-    if name == "identity":
-        check_flex(inputs, results)
-        return
-    text = {"head offset": "error of lse", "empty": "is infinite"}.get(name, "error of out")
-    with pytest.raises(AssertionError, match=text):
-        check_flex(inputs, results)
+    fails("row of out", lambda out, lse, top: out[0, 0, 3].fill_(0.001))
+    fails("lse is infinite", lambda out, lse, top: lse[0, 0, 3].fill_(-1e30))
 
 
 # ---- comparison of gradients
@@ -332,76 +285,29 @@ def at_rank(x: Any, first: float, count: int) -> Any:
     flat[flat.abs().argsort()[int(first * len(flat)) :][:count]] = 0
 
 
-def zero_row(x: Any) -> None:
-    """One row of middling size."""
-    rows = x[0, 3]
-    rows[rows.norm(dim=-1).argsort()[len(rows) // 2]] = 0
-
-
 LARGE: dict[str, Any] = {"s_q": 90, "s_k": 130, "d_qk": 64, "d_v": 64, "block": (64, 64)}
-BIAS = FlexCase(**LARGE, score="bias h q k", mask="lower half")
-NARROW: dict[str, Any] = {"b": 1, "h_q": 16, "h_kv": 16, "d_qk": 32, "d_v": 16}
-PLANTED: tuple[tuple[FlexCase, str, Callable[..., Any]], ...] = (
-    (BIAS, "dq are infinite", lambda dq, dk, dv, more: dq[1, 2, 60].fill_(float("nan"))),
-    (BIAS, "dq is not 0", lambda dq, dk, dv, more: dq[0, 0, 3].fill_(1e-6)),
-    (BIAS, "a row of dk", lambda dq, dk, dv, more: dk[0, 1, 100].mul_(1.1)),
-    (BIAS, "error of dv", lambda dq, dk, dv, more: dv.mul_(1.02)),
-    (BIAS, "gradient of bias", lambda dq, dk, dv, more: more["bias"].mul_(1.007)),
-    (BIAS, "gradient of bias", lambda dq, dk, dv, more: more["bias"][1, 60, 3].add_(float("nan"))),
-    (BIAS, "gradient of bias", lambda dq, dk, dv, more: at_rank(more["bias"], 0.75, 1)),
-    (BIAS, "gradient of bias", lambda dq, dk, dv, more: at_rank(more["bias"], 0.75, 8)),
-    (BIAS, "gradient of bias", lambda dq, dk, dv, more: at_rank(more["bias"], 0.5, 2000)),
-    (BIAS, r"gradients of \[\]", lambda dq, dk, dv, more: more.clear()),
-    (BIAS, "bias of torch.float32", lambda dq, dk, dv, more: more.update(bias=more["bias"].float())),
-    (
-        FlexCase(**LARGE, score="bias b h q k"),
-        "gradient of bias",
-        lambda dq, dk, dv, more: at_rank(more["bias"], 0.5, 1),
-    ),
-    # float16, finer than the inputs' bfloat16
-    (
-        FlexCase(**LARGE, score="head scale"),
-        "gradient of factor",
-        lambda dq, dk, dv, more: more["factor"].mul_(1.002),
-    ),
-    # One of 17,600 rows, of which the L2 norm of all shows nothing
-    (FlexCase(**NARROW, s_q=1100, s_k=40), "a row of dq", lambda dq, dk, dv, more: zero_row(dq)),
-    (FlexCase(**NARROW, s_q=40, s_k=1100), "a row of dk", lambda dq, dk, dv, more: zero_row(dk)),
-    (FlexCase(**NARROW, s_q=40, s_k=1100), "a row of dv", lambda dq, dk, dv, more: zero_row(dv)),
+PLANTED: tuple[tuple[str, Callable[..., Any]], ...] = (
+    ("dq are infinite", lambda dq, dk, dv, more: dq[1, 2, 60].fill_(float("nan"))),
+    ("dq is not 0", lambda dq, dk, dv, more: dq[0, 0, 3].fill_(1e-6)),
+    ("a row of dk", lambda dq, dk, dv, more: dk[0, 1, 100].mul_(1.1)),
+    ("error of dv", lambda dq, dk, dv, more: dv.mul_(1.02)),
+    ("gradient of bias", lambda dq, dk, dv, more: more["bias"].mul_(1.007)),
+    ("gradient of bias", lambda dq, dk, dv, more: more["bias"][1, 60, 3].add_(float("nan"))),
+    ("gradient of bias", lambda dq, dk, dv, more: at_rank(more["bias"], 0.75, 1)),
+    ("gradient of bias", lambda dq, dk, dv, more: at_rank(more["bias"], 0.5, 2000)),
+    (r"gradients of \[\]", lambda dq, dk, dv, more: more.clear()),
+    ("bias of torch.float32", lambda dq, dk, dv, more: more.update(bias=more["bias"].float())),
 )
 
 
-@pytest.mark.parametrize(("case", "text", "change"), PLANTED, ids=lambda x: getattr(x, "id", ""))
-def test_the_comparison_finds_planted_errors(case: FlexCase, text: str, change: Any) -> None:
-    inputs = make_flex_inputs(case, "cpu")
+@pytest.mark.parametrize(("text", "change"), PLANTED)
+def test_the_comparison_finds_planted_gradients(text: str, change: Any) -> None:
+    inputs = make_flex_inputs(FlexCase(**LARGE, score="bias h q k", mask="lower half"), "cpu")
     gradients, results = make_flex_gradients(inputs, "both"), exact_results(inputs)
     got = exact_gradients(inputs, gradients, results)
     check_flex_backward(inputs, gradients, results, got)
     change(*got)
     with pytest.raises(AssertionError, match=text):
-        check_flex_backward(inputs, gradients, results, got)
-
-
-@pytest.mark.parametrize(
-    ("case", "wrong", "text"),
-    (
-        (FlexCase(**LARGE, score="softcap"), {"score": "identity"}, "error of dq"),
-        (FlexCase(**LARGE, score="square"), {"score": "twice"}, "error of dk"),
-        (FlexCase(**LARGE, mask="per head", gap=0.0), {"mask": ""}, "error of dv"),
-        (FlexCase(**LARGE, h_kv=1), {"scale": 0.13}, "error of dq"),
-    ),
-    ids=lambda x: getattr(x, "id", ""),
-)
-def test_the_comparison_finds_gradients_of_another_call(
-    case: FlexCase, wrong: dict[str, Any], text: str
-) -> None:
-    inputs, other = (make_flex_inputs(one, "cpu") for one in (case, replace(case, **wrong)))
-    gradients, results = make_flex_gradients(inputs, "both"), exact_results(inputs)
-    got = exact_gradients(replace(other, q=inputs.q, k=inputs.k, v=inputs.v), gradients, results)
-    with pytest.raises(AssertionError, match=text):
-        check_flex_backward(inputs, gradients, results, got)
-    got = exact_gradients(inputs, replace(gradients, dlse=None), results)
-    with pytest.raises(AssertionError, match="error of dk"):
         check_flex_backward(inputs, gradients, results, got)
 
 
@@ -420,13 +326,4 @@ def test_the_comparison_finds_rounded_terms(dtype: str) -> None:
         if rounded_terms is terms:
             check_flex_backward(inputs, gradients, results, got)
     with pytest.raises(AssertionError, match="gradient of offset"):
-        check_flex_backward(inputs, gradients, results, got)
-
-
-def test_dv_without_a_gradient_of_out() -> None:
-    inputs = make_flex_inputs(FlexCase(**LARGE), "cpu")
-    gradients, results = make_flex_gradients(inputs, "lse"), exact_results(inputs)
-    got = exact_gradients(inputs, gradients, results)
-    got[2][0, 0, 0, 0] = 1e-30
-    with pytest.raises(AssertionError, match="dv is not 0"):
         check_flex_backward(inputs, gradients, results, got)
