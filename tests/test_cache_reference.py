@@ -44,9 +44,8 @@ class TestNumbers:
             np.testing.assert_array_equal(reference.encode_e4m3(signed), want)
             np.testing.assert_array_equal(reference.encode_e4m3(signed.astype(np.float64)), want)
 
-    def test_encode_e4m3_saturates(self) -> None:
-        values = np.array([449, 464, 1e30, np.inf, -465, -np.inf, np.nan, -np.nan, -0.0], np.float32)
-        want = [0x7E, 0x7E, 0x7E, 0x7E, 0xFE, 0xFE, 0x7F, 0x7F, 0x80]
+        values = np.array([449, 1e30, np.inf, -465, -np.inf, np.nan, -np.nan, -0.0], np.float32)
+        want = [0x7E, 0x7E, 0x7E, 0xFE, 0xFE, 0x7F, 0x7F, 0x80]
         assert reference.encode_e4m3(values).tolist() == want
 
     def test_e8m0(self) -> None:
@@ -113,19 +112,6 @@ class TestQuantising:
         back = reference.dequantize_k_cache(reference.quantize_k_cache(k_cache, layout), layout)
         np.testing.assert_array_equal(back, k_cache.astype(np.float64))
 
-    def test_infinity(self) -> None:
-        for layout in LAYOUTS:
-            k_cache = np.full((1, 1, 1, COLUMNS[layout]), 448, BF16)
-            k_cache[..., 0] = -np.inf
-            codes = reference.quantize_k_cache(k_cache, layout)
-            back = reference.dequantize_k_cache(codes, layout)[0, 0, 0]
-            tile = reference.LAYOUTS[layout].tile
-            if layout == "v32":
-                assert np.isnan(back[:tile]).all()
-            else:
-                assert back[0] <= -(2.0**128) and (back[1:tile] == 0).all()
-            assert (back[tile:] == 448).all()
-
     @pytest.mark.parametrize("layout", LAYOUTS)
     def test_torch(self, layout: str) -> None:
         k_cache = bf16_values((3, 5, 1, COLUMNS[layout]), scale=20)
@@ -142,8 +128,6 @@ class TestQuantising:
             assert back.dtype == torch.bfloat16
             exact = reference.dequantize_k_cache(want, layout)
             np.testing.assert_array_equal(back.double().numpy(), reference.round_to_bf16(exact))
-        with pytest.raises(TypeError, match="^k_cache: expected dtype bfloat16, got float32"):
-            reference.quantize_k_cache(tensor.float(), layout)
 
 
 def empty_cache(kind: str, num_blocks: int, page: int) -> np.ndarray:
@@ -160,17 +144,12 @@ class TestWritingAndGathering:
         rows = k_cache.reshape(12, columns)
         order = np.random.default_rng(0).permutation(12)
         cache = empty_cache(kind, 3, 4)
+        skipped = [-1, 12, -(2**40), 2**40]
+        reference.write_kv_cache(rows[:4, :-64], rows[:4, -64:], cache, skipped)
+        np.testing.assert_array_equal(cache, empty_cache(kind, 3, 4))
         reference.write_kv_cache(rows[order, :-64], rows[order, -64:], cache, order)
         want = reference.quantize_k_cache(k_cache, kind) if kind in LAYOUTS else k_cache
         np.testing.assert_array_equal(cache, want)
-
-    def test_skipped_slots(self, kind: str) -> None:
-        columns = COLUMNS.get(kind) or int(kind[5:])
-        rows = bf16_values((4, columns))
-        cache = empty_cache(kind, 2, 3)
-        before = cache.copy()
-        reference.write_kv_cache(rows[:, :-64], rows[:, -64:], cache, [-1, 6, -(2**40), 2**40])
-        np.testing.assert_array_equal(cache, before)
 
     def test_gather(self, kind: str) -> None:
         columns = COLUMNS.get(kind) or int(kind[5:])
@@ -226,14 +205,6 @@ class TestIndices:
         assert slots.tolist() == [[40, 49, 90, -1, -1, -1], [39, 30, 0, -1, -1, -1]]
         assert counts.tolist() == [3, 3] and slots.dtype == counts.dtype == np.int32
 
-    def test_request_ids_and_three_dimensions(self) -> None:
-        indices = np.array([[[0, 1], [-1, 10]], [[3, 4], [5, 6]], [[7, 8], [9, 0]]], np.int32)
-        slots, counts = reference.convert_indices(
-            indices, self.TABLE, 10, request_ids=[0, 2, -1], compact=True
-        )
-        assert slots.tolist() == [[[40, 41], [90, -1]], [[-1, -1]] * 2, [[-1, -1]] * 2]
-        assert counts.tolist() == [[2, 1], [0, 0], [0, 0]]
-
     def test_torch_and_out(self) -> None:
         indices = torch.tensor([[0, 9, 30], [19, -1, 20]], dtype=torch.int32)
         table = torch.from_numpy(self.TABLE.astype(np.int32))
@@ -242,8 +213,6 @@ class TestIndices:
         assert slots.tolist() == [[40, 49, -1], [39, 0, -1]] and counts.tolist() == [2, 2]
         assert reference.convert_indices(indices, table, 10, out=indices) is indices
         assert indices.tolist() == [[40, 49, -1], [39, -1, 0]]
-        with pytest.raises(TypeError, match="^indices: expected dtype int32, got int64"):
-            reference.convert_indices(indices.long(), table, 10)
 
 
 # A shape, and how many parts.
@@ -277,14 +246,3 @@ class TestMerging:
         tensors = [[torch.from_numpy(x.copy()) for x in part] for part in (outs, lses)]
         for one, other in zip(torch_reference.merge_attn_states(*tensors), want, strict=True):
             np.testing.assert_allclose(one.numpy(), other, rtol=1e-12, atol=1e-12)
-
-    def test_tensors_and_out(self) -> None:
-        draw = np.random.default_rng(0)
-        outs, lses = draw.standard_normal((3, 2, 3, 5, 512)), draw.standard_normal((3, 2, 5, 3))
-        tensors = [torch.from_numpy(x).half() for x in outs], [torch.from_numpy(x).float() for x in lses]
-        want = reference.merge_attn_states(*([x.numpy() for x in part] for part in tensors))
-        out, lse = reference.merge_attn_states(*tensors)
-        assert torch.equal(out, torch.from_numpy(want[0]).half())
-        assert torch.equal(lse, torch.from_numpy(want[1]).float())
-        given = tensors[0][1]
-        assert reference.merge_attn_states(*tensors, out=given)[0] is given and torch.equal(given, out)

@@ -6,7 +6,6 @@ import struct
 import sys
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 from calls.fakes import FakeArray, FakeFramework, World, make_world, trace_on_device_0
 from calls.test_flex_lists import read_struct
@@ -14,7 +13,6 @@ from calls.test_flex_lists import read_struct
 import rawmla
 from rawmla import jit
 from rawmla.flex import create
-from rawmla.flex.block_mask import read_mask
 from rawmla.flex.header import HEADER_NAME
 from rawmla.kernels import block_mask as kernels
 
@@ -94,6 +92,7 @@ def wanted_lists(states: FakeArray, lists: list[FakeArray], line: Side, entry: S
 
 
 def test_results_and_launches(world: World, named: list[str]) -> None:
+    """Lists of rows and of columns; without separate lists full blocks have none."""
     mask = rawmla.create_block_mask(CAUSAL, 2, 3, 300, 500, 0, (128, 64))
     rows, columns = Side(3, 8, 128, 300), Side(8, 1, 64, 500)
     assert mask.seq_lengths == (300, 500) and mask.BLOCK_SIZE == (128, 64) and mask.mask_mod is CAUSAL
@@ -114,14 +113,12 @@ def test_results_and_launches(world: World, named: list[str]) -> None:
     ((name, text),) = dict.fromkeys(header for spec in world.loaded for header in spec.headers)
     assert name == HEADER_NAME and "return q_idx >= kv_idx" in text
 
-
-def test_not_separate(world: World) -> None:
+    world.framework.allocated.clear()
+    world.enqueued.clear()
     mask = rawmla.create_block_mask(CAUSAL, None, None, 300, 500, separate_full_blocks=False)
     *lists, _ = world.framework.allocated
     assert arrays_of(mask) == [lists[0], lists[1], None, None, lists[2], lists[3], None, None]
-    _, *both = launches(world)
-    for launch, pair in zip(both, (lists[:2], lists[2:]), strict=True):
-        assert [launch["partial_counts"], launch["partial_blocks"]] == [x.ptr for x in pair]
+    for launch in launches(world)[1:]:
         assert launch["full_counts"] == launch["full_blocks"] == 0
 
 
@@ -136,17 +133,6 @@ def test_captured_arrays(world: World, named: list[str]) -> None:
     assert {x.stream for x in world.enqueued} == {0x91}
     asked, _, _ = launches(world, 40)
     assert asked["mask_mod"] == struct.pack("<Q2q2iq", 0x7000, 1600, 2, 2, 800, 7)
-
-
-def test_captured_arrays_elsewhere(world: World) -> None:
-    ids = FakeArray((800,), device=1, ptr=0x7000)
-    mod = rawmla.CudaMod("ids(q_idx) == ids(kv_idx)", {"ids": ids})
-    with pytest.raises(
-        ValueError, match="^mask_mod: an array that it reads: expected .* cuda:0, .* got cuda:1"
-    ):
-        rawmla.create_block_mask(mod, None, None, 300, 500, device=0)
-    assert world.untouched
-    assert rawmla.create_block_mask(mod, None, None, 300, 500, device=1).kv_indices.device == 1
 
 
 @pytest.mark.parametrize(
@@ -207,13 +193,6 @@ def test_large_masks_and_blocks(world: World) -> None:
     assert mask.kv_indices.shape == (1, 1, 1, 1) and mask.BLOCK_SIZE == (2**30, 2**30)
 
 
-def test_arguments_that_change_nothing(world: World) -> None:
-    rawmla.create_block_mask(CAUSAL, None, None, 300, 500, 0)
-    rawmla.create_block_mask(CAUSAL, 1, 1, np.int64(300), 500, 0, 128, True, True, True, False)
-    facts = [(x.name, x.grid, len(x.params)) for x in world.enqueued]
-    assert facts[:3] == facts[3:]
-
-
 def test_a_mask_goes_into_a_call(world: World) -> None:
     mask = rawmla.create_block_mask(CAUSAL, 2, None, 300, 500, 0)
     query, key = FakeArray((2, 4, 300, 64), "bfloat16"), FakeArray((2, 4, 500, 64), "bfloat16")
@@ -231,27 +210,20 @@ GOOD = {"mask_mod": CAUSAL, "B": None, "H": None, "Q_LEN": 300, "KV_LEN": 500}
     (
         *[(name, TypeError, "an int, got float 2.0", {name: 2.0}) for name in ("B", "H", "Q_LEN", "KV_LEN")],
         *[(name, TypeError, "an int, got bool True", {name: True}) for name in ("B", "H", "Q_LEN", "KV_LEN")],
-        *[(name, TypeError, "got FakeArray", {name: FakeArray(())}) for name in ("B", "Q_LEN", "KV_LEN")],
         *[(name, ValueError, "1 to 2**30 - 1, got 0", {name: 0}) for name in ("B", "H")],
         *[(name, ValueError, "0 to 2**30 - 1, got -1", {name: -1}) for name in ("Q_LEN", "KV_LEN")],
         *[(name, ValueError, "got 1073741824", {name: 2**30}) for name in ("B", "H", "Q_LEN", "KV_LEN")],
         ("Q_LEN", TypeError, "got None", {"Q_LEN": None}),
-        ("mask_mod", TypeError, "CUDA text, got None", {"mask_mod": None}),
         ("mask_mod", TypeError, "CUDA text, got int 3", {"mask_mod": 3}),
         ("mask_mod", TypeError, "got FakeArray", {"mask_mod": FakeArray(())}),
         ("code", TypeError, "CUDA text, got ''", {"mask_mod": ""}),
         ("BLOCK_SIZE", ValueError, "of 16 up to 2**30, or a pair of them, got 100", {"BLOCK_SIZE": 100}),
-        ("BLOCK_SIZE", ValueError, "got 0", {"BLOCK_SIZE": 0}),
         ("BLOCK_SIZE", ValueError, "got (128, -16)", {"BLOCK_SIZE": (128, -16)}),
-        ("BLOCK_SIZE", ValueError, "got (128,)", {"BLOCK_SIZE": (128,)}),
         ("BLOCK_SIZE", ValueError, "got 1073741840", {"BLOCK_SIZE": 2**30 + 16}),
         ("BLOCK_SIZE", TypeError, "got float 128.0", {"BLOCK_SIZE": 128.0}),
-        ("BLOCK_SIZE", TypeError, "got None", {"BLOCK_SIZE": (128, None)}),
         ("separate_full_blocks", TypeError, "a bool, got int 1", {"separate_full_blocks": 1}),
         ("device", ValueError, "CUDA device, got str 'cpu'", {"device": "cpu"}),
-        ("device", ValueError, "CUDA device, got str 'cuda:x'", {"device": "cuda:x"}),
         ("device", ValueError, "CUDA device, got int -1", {"device": -1}),
-        ("device", ValueError, "CUDA device, got bool True", {"device": True}),
         ("device", ValueError, "CUDA device, got FakeArray", {"device": FakeArray(())}),
     ),
 )
@@ -274,17 +246,6 @@ def test_kernels_are_loaded_before_anything_is_made(world: World, monkeypatch: p
     with pytest.raises(rawmla.KernelNotReadyError):
         rawmla.create_block_mask(**GOOD, device=0)
     assert world.untouched
-
-
-def test_the_mask_keeps_what_was_read(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls with the mask do not look at the function again; tests/test_flex_traced.py has the rest."""
-    trace_on_device_0(monkeypatch)
-    width = 100
-    mask = rawmla.create_block_mask(lambda b, h, q, k: q - k < width, None, None, 300, 500)
-    width = 200
-    kept = read_mask(mask, CURRENT)
-    assert kept is not None and list(kept.sources) == [100]
-    assert read_mask(rawmla.create_block_mask(rawmla.noop_mask, None, None, 300, 500), CURRENT) is None
 
 
 def test_numbers_that_require_grad(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

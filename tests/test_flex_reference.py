@@ -134,12 +134,10 @@ OF_TENSORS: dict[str, tuple[Any, Any]] = {
         lambda b, h, q, k: (GROUPS[q] == k % 4).any(),
     ),
     "rows": (lambda s, b, h, q, k: s + TABLE[q][k], lambda b, h, q, k: TABLE[q][k] > 0),
-    "methods": (lambda s, b, h, q, k: s.clamp(max=0.5), lambda b, h, q, k: (q - k).abs().lt(5 + h)),
     "stack": (
         lambda s, b, h, q, k: torch.stack([s, -s]).max(),
         lambda b, h, q, k: torch.stack([q, k]).sum() % 3 > 0,
     ),
-    "documents": (score_of("alibi table")[1], mask_of("documents")[1]),
 }
 
 
@@ -160,18 +158,6 @@ def test_functions_of_tensors(name: str) -> None:
         assert isinstance(aux, reference.AuxOutput) and aux.max_scores is None
         torch.testing.assert_close(out, want, rtol=1e-7, atol=1e-9)
         torch.testing.assert_close(aux.lse, lse.float())
-
-
-def test_functions_of_arrays_with_tensors() -> None:
-    q, k, v = arrays()
-    for score, mask in (
-        (score_of("bias h q k")[0], mask_of("lower half")[0]),
-        (lambda *at: 0.5, lambda *at: True),
-    ):
-        blocks = reference.create_block_mask(mask, B, H, L, S)
-        want = reference.flex_attention(q, k, v, score, blocks)
-        got = reference.flex_attention(*[torch.from_numpy(x) for x in (q, k, v)], score, blocks)
-        np.testing.assert_array_equal(got.numpy(), want)
 
 
 @pytest.mark.parametrize(("b", "l", "s"), ((0, 5, 7), (2, 0, 7), (2, 5, 0)))
@@ -203,19 +189,10 @@ def pairs(q: Any, k: Any) -> tuple[Any, Any]:
 # The derivative of a score function, and what it adds to the gradients of the arrays that it reads.
 GRADIENTS: dict[str, Callable[[Any], tuple[Callable[..., Any], dict[str, Callable[..., Any]]]]] = {
     "softcap": lambda c: (lambda grad, s, b, h, q, k: grad * (1 - np.tanh(s / c["cap"]) ** 2), {}),
-    "causal": lambda c: (lambda grad, s, b, h, q, k: np.where(q >= k, grad, 0), {}),
     "square": lambda c: (lambda grad, s, b, h, q, k: 2 * s * grad, {}),
-    "relative table": lambda c: (
-        lambda grad, s, b, h, q, k: grad,
-        {"table": lambda grad, s, b, h, q, k: ((q - k + c["shift"],), grad)},
-    ),
     "head scale": lambda c: (
         lambda grad, s, b, h, q, k: grad * c["factor"][h],
         {"factor": lambda grad, s, b, h, q, k: ((h,), grad * s)},
-    ),
-    "scalar": lambda c: (
-        lambda grad, s, b, h, q, k: grad * c["factor"],
-        {"factor": lambda grad, s, b, h, q, k: ((), grad * s)},
     ),
     "symmetric bias": lambda c: (
         lambda grad, s, b, h, q, k: grad,
@@ -298,25 +275,6 @@ def test_gradients(case: FlexCase, of: str) -> None:
         assert got.dtype == np.float64
         np.testing.assert_allclose(got, want.numpy(), rtol=1e-9, atol=1e-12)
     assert of != "lse" or not found[2].any()
-
-
-def test_masked_scores_may_be_nan() -> None:
-    """In what functions give there, and in what they give for its gradient."""
-    inputs = make_flex_backward_inputs(FlexCase(**SMALL, score="square", mask="causal", gap=0.0), "cpu")
-    mod, mask = numpy_mod(inputs), inputs.block_mask
-    assert mod is not None and mask is not None and inputs.mask is not None
-    spoiled = NumpyMod(
-        lambda s, b, h, q, k: np.where(q >= k, mod(s, b, h, q, k), np.nan),
-        lambda grad, s, b, h, q, k: np.where(q >= k, mod.grad(grad, s, b, h, q, k), np.nan),
-    )
-    mask = with_mask_mod(mask, inputs.mask.numpy())
-    q, k, v = (x.double().numpy() for x in (inputs.q, inputs.k, inputs.v))
-    found = []
-    for one in (mod, spoiled):
-        results = reference.flex_attention(q, k, v, one, mask, return_lse=True)
-        found.append([*results, *flex_attention_backward(results[0], q, k, v, *results, one, mask)[:3]])
-    for got, want in zip(*found, strict=True):
-        np.testing.assert_array_equal(got, want)
 
 
 def test_gradients_of_tensors() -> None:

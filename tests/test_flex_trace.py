@@ -11,16 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 from flex_functions import (
-    ALPHA,
     CAPTURED,
     DOCUMENTS,
     DOUBLE,
     FLAGS,
-    INFINITY,
     MASK_MODS,
     OF_THE_SCORE,
     PLACES,
-    RANK4,
     SCORE_MODS,
     SQUARE,
     TABLE,
@@ -146,20 +143,6 @@ def test_gradients_are_contiguous() -> None:
 
 
 @needs_host_compiler
-def test_a_tensor_without_dimensions() -> None:
-    """On a device it is an array, and not a number."""
-    factor = torch.zeros((), device="meta", requires_grad=True)
-    traced = both(lambda s, b, h, q, k: s * factor + factor, "meta")
-    assert traced.backward.gradients == (0,) and traced.captures[0].array is factor
-    assert traced.backward.sites == ((0, False, False),)
-    at_scores, at = points()
-    here = traced._replace(captures=(traced.captures[0]._replace(array=torch.tensor(0.75)),))
-    got = evaluate(here, at_scores, at, GRADS)
-    assert_close(got.gradients[0], ((at_scores + 1) * GRADS).sum(), atol=1e-4)
-    assert_close(got.derivatives, torch.full((100,), 0.75))
-
-
-@needs_host_compiler
 def test_what_was_read_may_be_changed_in_place() -> None:
     table, at = torch.randn(H, L, requires_grad=True), points()
 
@@ -192,14 +175,6 @@ def test_tensors_without_a_gradient() -> None:
     assert len(traced.backward.sites) == 1
 
 
-def test_a_tensor_that_was_computed() -> None:
-    """One that is no leaf has a gradient of its own, which goes no further."""
-    weight = torch.randn(L, requires_grad=True)
-    table = weight * 2
-    traced = both(lambda s, b, h, q, k: s + table[q])
-    assert traced.captures[traced.backward.gradients[0]].array is table and weight.grad is None
-
-
 @needs_host_compiler
 @pytest.mark.parametrize(
     ("derivative", "is_one", "mod"),
@@ -207,12 +182,9 @@ def test_a_tensor_that_was_computed() -> None:
         (1, True, lambda s, b, h, q, k: s),
         (1, True, lambda s, b, h, q, k: s + (q - k) * 0.5),
         (1, True, lambda s, b, h, q, k: (s + PLACES[q].sum()).to(torch.float64)),
-        (1, True, lambda s, b, h, q, k: s - torch.where(q > k, 1.0, 2.0)),
         (1, False, lambda s, b, h, q, k: s * 1.0),
         (None, False, lambda s, b, h, q, k: s + s.detach() * s),
-        (None, False, lambda s, b, h, q, k: torch.where(q >= k, s, -INFINITY)),
         (0, False, lambda s, b, h, q, k: 3.0),
-        (0, False, lambda s, b, h, q, k: q),
         (0, False, lambda s, b, h, q, k: s.detach() + PLACES[q].sum()),
         (0, False, lambda s, b, h, q, k: torch.where(s > 0, 1.0, 2.0)),
     ),
@@ -232,13 +204,6 @@ def test_the_text_compiles(name: str) -> None:
     evaluate(both(CAPTURED[name].function(*CAPTURED[name].tensors())), *points(), launch=compile_alone)
 
 
-def test_all_operators_compile() -> None:
-    def mod(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
-        return sum(function(s.clone()) for function in OF_THE_SCORE.values())
-
-    evaluate(both(mod), *points(), launch=compile_alone)
-
-
 # ---- parameters
 
 
@@ -255,30 +220,11 @@ def test_numbers_are_parameters() -> None:
     assert [number.is_integer for number in first.numbers] == [True, False, False]
 
 
-def test_numbers_beside_indices_and_slices_are_parameters() -> None:
-    kinds = [trace(lambda s, b, h, q, k: s + RANK4[n, h, :, q][1], "score_mod") for n in (0, 1)]  # noqa: B023
-    assert kinds[0].text == kinds[1].text
-    assert [int(number.source) for number in kinds[1].numbers] == [1, 1]
-
-
 def test_a_number_on_the_cpu_is_read_later() -> None:
     scale = torch.tensor(2.0)
     for mod in (lambda s, b, h, q, k: s * scale, lambda s, b, h, q, k: s * scale[()]):
         (number,) = trace(mod, "score_mod").numbers
         assert number.source is scale
-
-
-def test_zeros_of_derivatives_stand_in_the_text() -> None:
-    """A selection then has no parameter. Zeros of the function itself are numbers as others."""
-    traced = both(lambda s, b, h, q, k: torch.where(q > k, s + 0.0, -INFINITY))
-    assert "? grad : static_cast<float>(0)" in traced.backward.text
-    assert [number.source for number in traced.numbers] == [0.0]
-
-
-def test_values_of_numbers_in_the_text() -> None:
-    """They cannot change."""
-    traced = trace(lambda s, b, h, q, k: s * int(torch.tensor(3) + 1), "score_mod")
-    assert [number.source for number in traced.numbers][-1] == 4
 
 
 def test_literal_indices_are_parameters_on_any_default_device() -> None:
@@ -299,17 +245,6 @@ def test_indices_of_elements_are_not_moved_inside() -> None:
     text = trace(lambda s, b, h, q, k: s + (PLACES[q] * s)[h % 3], "score_mod").text
     assert "wrapped(" in text and re.search(r"\(v(\d+) < 1 \? v\d+ : \(v\1 == 1 \? v\d+ : v\d+\)\)", text)
     assert "inside(" not in text
-
-
-def test_a_tensor_is_captured_once() -> None:
-    traced = trace(lambda s, b, h, q, k: s + TABLE[q] - TABLE[k] + DOUBLE[q], "score_mod")
-    assert [(capture.array is TABLE, capture.dtype, capture.rank) for capture in traced.captures] == [
-        (True, "float32", 1),
-        (False, "float64", 1),
-    ]
-
-
-ADDED = torch.randn(L)
 
 
 class Module(torch.nn.Module):
@@ -333,16 +268,11 @@ def test_names_of_captured_tensors() -> None:
     def biased(table: Any) -> Callable[..., Any]:
         return lambda s, b, h, q, k: s + table[q]
 
-    def scaled(factors: Any, s: Any, b: Any, h: Any, q: Any, k: Any, *, offset: Any) -> Any:
-        return s * factors[h] + offset[k]
-
-    def summed(s: Any, b: Any, h: Any, q: Any, k: Any, added: Any = ADDED) -> Any:
+    def summed(s: Any, b: Any, h: Any, q: Any, k: Any, added: Any = DOUBLE) -> Any:
         return first(second(s, b, h, q, k), b, h, q, k) + added[q] + PLACES[q].sum()
 
     first, second = biased(torch.randn(L)), biased(torch.randn(L))
     assert named(summed) == ["table", "table_2", "added", "PLACES"]
-    partial = functools.partial(scaled, torch.randn(H), offset=torch.randn(L))
-    assert named(partial) == ["factors", "offset"]
     module = Module()
     for mod in (module, module.forward, lambda *given: module(*given)):
         assert named(mod) == ["scale", "shift"]
@@ -391,13 +321,7 @@ def test_the_text_does_not_depend_on(context: Callable[[], Any], device: str) ->
     mod = lambda s, b, h, q, k: torch.tanh(s) * q * table[q]  # noqa: E731
     want = both(lambda s, b, h, q, k: torch.tanh(s) * q * table[q])
     with context():
-        mode = torch.is_grad_enabled(), torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
         got = both(mod, device)
-        assert mode == (
-            torch.is_grad_enabled(),
-            torch.is_anomaly_enabled(),
-            torch.is_anomaly_check_nan_enabled(),
-        )
     assert (got.text, got.backward) == (want.text, want.backward) and len(got.backward.sites) == 1
 
 
@@ -408,9 +332,8 @@ def _named(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
     return torch.lgamma(s)
 
 
-class _Object:
-    def __call__(self, b: Any, h: Any, q: Any, k: Any) -> Any:
-        return torch.special.i0(q + 0.5) > 2
+def _mask(b: Any, h: Any, q: Any, k: Any) -> Any:
+    return torch.special.i0(q + 0.5) > 2
 
 
 def _with_number(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
@@ -424,7 +347,6 @@ REFUSED = (
     (lambda s, b, h, q, k: s if q > k else -s, ValueError, ("does not branch", "torch.where")),
     (lambda s, b, h, q, k: s + DOCUMENTS[b].sum(), NotImplementedError, ("50 elements", "16")),
     (lambda s, b, h, q, k: PLACES[q], ValueError, ("0-d tensor", "[3]")),
-    (lambda s, b, h, q, k: None, ValueError, ("0-d tensor", "NoneType")),
     (
         lambda s, b, h, q, k: s + TABLE[FLAGS[q]],
         NotImplementedError,
@@ -460,7 +382,7 @@ REFUSED_GRADIENTS = (
     (
         *[(mod, "score_mod", False, *rest) for mod, *rest in REFUSED],
         *[(mod, "score_mod", True, *rest) for mod, *rest in REFUSED_GRADIENTS],
-        (_Object(), "mask_mod", False, NotImplementedError, ("mask_mod _Object: ", "aten::i0")),
+        (_mask, "mask_mod", False, NotImplementedError, ("mask_mod _mask: ", "aten::i0")),
     ),
 )
 def test_refused(mod: Any, kind: Any, backward: bool, error: type[Exception], texts: tuple[str, ...]) -> None:
@@ -491,12 +413,7 @@ def _changed_below_a_view(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
 VIEWS = {
     "view": _of(lambda x: x.view(3), lambda x: x.add_(1)),
     "detach": _of(lambda x: x.detach(), lambda x: x.mul_(2)),
-    "data": _of(lambda x: x.data, lambda x: x.mul_(2)),
-    "squeeze": _of(lambda x: x.squeeze(), lambda x: x.fill_(2)),
-    "expand": _of(lambda x: x.expand(3), lambda x: x.clamp_(0, 1)),
     "reshape": _of(lambda x: x.reshape(1, 3), lambda x: x.masked_fill_(x > 0, 1.0)),
-    "everything": _of(lambda x: x[...], lambda x: x.add_(1)),
-    "new dimension": _of(lambda x: x[None], lambda x: x.add_(1)),
     "element": _of(lambda x: x[1], lambda x: x.add_(1)),
     "unbind": _of(lambda x: x.unbind(0), lambda x: x[1].add_(1)),
     "a view of a view": _of(lambda x: x.view(1, 3)[0].detach()[1:], lambda x: x.add_(1)),
@@ -511,13 +428,6 @@ def test_changes_of_what_has_a_view_are_refused(name: str) -> None:
         trace(VIEWS[name], "score_mod")
 
 
-@needs_host_compiler
-def test_changes_of_a_view_alone() -> None:
-    """The tensor of the view is used by nothing afterwards."""
-    mod, at = _of(lambda x: x.sum().view(()), lambda x: x.add_(1)), points()
-    assert_close(evaluate(trace(mod, "score_mod"), *at).values, wanted(mod, "score_mod", *at))
-
-
 LOG = torch.zeros(L, L)
 NEW = torch.zeros(L)
 
@@ -527,18 +437,13 @@ NEW = torch.zeros(L)
     ("changed", "change"),
     (
         ("LOG", lambda s, q, k: LOG.__setitem__((q, k), s)),
-        ("LOG", lambda s, q, k: LOG.__setitem__((3, 4), 1.0)),
-        ("LOG", lambda s, q, k: LOG[3].__setitem__(k, s)),
         ("LOG", lambda s, q, k: LOG.add_(1)),
-        ("LOG", lambda s, q, k: LOG.index_put_((q, k), s)),
         ("LOG", lambda s, q, k: LOG.data.add_(1)),
         ("LOG", lambda s, q, k: LOG.detach()[3:5].add_(1)),
         ("NEW", lambda s, q, k: NEW.copy_(s)),
-        ("NEW", lambda s, q, k: NEW.fill_(1)),
         ("NEW", lambda s, q, k: torch.mul(NEW, 2, out=NEW)),
         ("NEW", lambda s, q, k: NEW.resize_(3)),
         ("THREE", lambda s, q, k: THREE.add_(1)),
-        ("THREE", lambda s, q, k: THREE.view(()).add_(1)),
     ),
 )
 def test_side_effects(changed: str, change: Callable[..., Any], backward: bool) -> None:
@@ -566,24 +471,17 @@ SIZES, FLAG = torch.tensor([64, 3]), torch.tensor(True)
     ("name", "value"),
     (
         ("THREE", lambda: int(THREE)),
-        ("ALPHA", lambda: float(ALPHA)),
         ("FLAG", lambda: 1 if FLAG else 2),
         ("THREE", lambda: THREE.item()),
         ("THREE", lambda: len(range(THREE))),
-        ("THREE", lambda: float(f"{THREE}")),
-        ("THREE", lambda: 1 if THREE > 2 else 2),
         ("THREE", lambda: TABLE[:THREE].sum()),
         ("THREE", lambda: int(torch.tensor(3) + THREE)),
         ("THREE", lambda: torch.tensor(THREE)),
-        ("THREE", lambda: torch.tensor([THREE, 1])[0]),
-        ("SIZES", lambda: SIZES[0].item()),
         ("SIZES", lambda: (SIZES * 2).tolist()[0]),
         ("SIZES", lambda: int(SIZES.numpy()[0])),
-        ("SIZES", lambda: int(np.asarray(SIZES)[0])),
         ("SIZES", lambda: int(np.from_dlpack(SIZES)[0])),
         ("SIZES", lambda: SIZES.untyped_storage()[0]),
         ("SIZES", lambda: 1 if torch.equal(SIZES, SIZES) else 2),
-        ("SIZES", lambda: 1 if 64 in SIZES else 2),
     ),
 )
 def test_values_in_python_are_refused(name: str, value: Callable[[], Any], backward: bool) -> None:
@@ -609,25 +507,6 @@ def test_a_view_whose_data_was_replaced() -> None:
 
     with pytest.raises(AssertionError, match="^mine$"):
         trace(asserts, "score_mod")
-
-
-class Scaled:
-    """A function as an object, and as one of its methods."""
-
-    def __call__(self, score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, scale: float = 2.5) -> Any:
-        return score * scale
-
-
-def _with_keyword(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any, *, scale: float = 2.5) -> Any:
-    return score * scale
-
-
-@pytest.mark.parametrize(
-    "mod", (Scaled(), Scaled().__call__, _with_keyword, lambda score, *others: score * 2.5)
-)
-def test_further_parameters(mod: Any) -> None:
-    (number,) = trace(mod, "score_mod").numbers
-    assert number.source == 2.5
 
 
 @pytest.mark.parametrize("mod", (lambda score, b, h, q: score, lambda: 1, lambda s, b, h, q, k, more: s))

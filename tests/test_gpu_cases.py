@@ -106,11 +106,3 @@ def test_clusters(name: str, case: SparseCase, kernels: list[str]) -> None:
     attention = [kernel for kernel in kernels if kernel.startswith("mla_sparse")]
     assert set(attention) == {"mla_sparse_fp8_cluster"}, kernels
     assert not {"mla_cache_gather", "mla_unite_selections"} & set(kernels), "rows were copied or united"
-
-
-def test_operations_with_clusters() -> None:
-    """There is one for either FP8 layout, in decoding and in prefill."""
-    names = {operation.name for operation in OPERATIONS if operation.clusters}
-    assert names == {
-        f"{kind}_{layout}_clusters" for kind in ("sparse", "prefill") for layout in ("v32", "model1")
-    }

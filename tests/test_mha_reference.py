@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -96,9 +95,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     {"causal": True},
     {"softmax_scale": 0.7},
     {"window_size": (2, 1)},
-    {"window_size": (None, 1)},
     {"window_size": (0, -1)},
-    {"window_size": (3, 2), "causal": True},
     {"softcap": 0.8, "softmax_scale": 1.0},
     {"softcap": 0.8, "causal": True, "attn_sink": SINK},
     {"alibi_slopes": np.array([0.5, 0.25, 1.0, 0.0])},
@@ -223,15 +220,8 @@ def test_packed(d_v: int) -> None:
         check(reference.flash_attn_varlen_kvpacked_func(q, stacked[:, 1:], CU_K, CU_K, 6, 6, **options), want)
 
 
-def test_bounds_beyond_any_key() -> None:
-    q, k, v = make(4, 6)[:3]
-    want = reference.flash_attn_func(q, k, v)
-    for width in (6, 2**31, 2**63 - 1):
-        check(reference.flash_attn_func(q, k, v, window_size=(width, width), attention_chunk=width), want)
-
-
 def test_other_names_of_arguments() -> None:
-    q, k, v, dout, _ = make_ragged()
+    q, k, v = make_ragged()[:3]
     want = reference.flash_attn_varlen_func(q, k, v, CU_Q, CU_K, 5, 6, attn_sink=SINK)
     other: dict[str, Any] = {
         "cu_seqlens_qo": CU_Q,
@@ -243,19 +233,9 @@ def test_other_names_of_arguments() -> None:
     check(reference.flash_attn_varlen_func(q, k, v, **other), want)
     kv = np.concatenate([k, v], -1)
     check(reference.flash_attn_varlen_kvpacked_func(q, kv, head_dim_qk=6, **other), want)
-    back = reference.flash_attn_varlen_backward(dout, q, k, v, *want, CU_Q, CU_K, 5, 6, attn_sink=SINK)
-    check(reference.flash_attn_varlen_backward(dout, q, k, v, *want, **other), back)
     for alias, name in (("cu_seqlens_qo", "cu_seqlens_q"), ("learnable_sink", "attn_sink")):
         with pytest.raises(TypeError, match=f"^{alias}: expected one of {alias} and {name}, got both"):
             reference.flash_attn_varlen_func(q, k, v, **{**other, name: other[alias]})
-    with pytest.raises(TypeError, match="multiple values"):
-        reference.flash_attn_varlen_func(q, k, v, CU_Q, CU_K, 5, 6, cu_seqlens_kv=CU_K)
-    for function, arguments in (
-        (reference.flash_attn_func, make(2, 3)[:3]),
-        (reference.flash_attn_varlen_qkvpacked_func, (np.zeros((4, 3, 1, 2)), [0, 4], 4)),
-    ):
-        h_q = 4 if function is reference.flash_attn_func else 1
-        check(function(*arguments, learnable_sink=SINK[:h_q]), function(*arguments, attn_sink=SINK[:h_q]))
 
 
 @pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
@@ -307,12 +287,6 @@ def test_nothing_at_all() -> None:
 # ---- what must not matter to gradients
 
 
-def batch(s_q: int, s_kv: int, **options: Any) -> tuple[list[np.ndarray], np.ndarray]:
-    """dout, q, k, v, out and lse; and dlse."""
-    q, k, v, dout, dlse = make(s_q, s_kv)
-    return [dout, q, k, v, *reference.flash_attn_func(q, k, v, **options)], dlse
-
-
 @pytest.mark.parametrize("poison", (np.nan, np.inf, -np.inf))
 @pytest.mark.parametrize(
     ("mask", "sizes", "rows", "keys"),
@@ -351,10 +325,18 @@ def test_what_takes_no_part(
             np.testing.assert_array_equal(one, other)
 
 
-def test_probabilities_follow_the_given_lse() -> None:
-    """And DELTA the given out: both are inputs, as a kernel has them."""
-    arrays, _ = batch(4, 5)
+def test_gradients_follow_what_is_given() -> None:
+    """Probabilities the lse, DELTA the out, as in a kernel; given gradients are overwritten; arrays have
+    any strides.
+    """
+    q, k, v, dout, dlse = make(4, 5)
+    arrays = [dout, q, k, v, *reference.flash_attn_func(q, k, v)]
     dq, dk, dv = reference.flash_attn_backward(*arrays)
+    given = np.full_like(q, 7.0)
+    turned = [np.asfortranarray(x) for x in arrays]
+    got = reference.flash_attn_backward(*turned, given)
+    for one, other in zip((given, *got), (dq, dq, dk, dv), strict=True):
+        np.testing.assert_array_equal(one, other)
     arrays[5] -= np.log(2)
     for one, other in zip(reference.flash_attn_backward(*arrays), (dq, dk, dv), strict=True):
         np.testing.assert_allclose(one, 2 * other, **TIGHT)
@@ -362,41 +344,3 @@ def test_probabilities_follow_the_given_lse() -> None:
     got = reference.flash_attn_backward(*arrays)
     np.testing.assert_allclose(got[2], 2 * dv, **TIGHT)
     assert np.abs(got[0] - 2 * dq).max() > 0.01
-
-
-def test_strides() -> None:
-    """lse and dlse in both orders; everything else in any, with dimensions of stride 0 too."""
-    arrays, dlse = batch(5, 6, causal=True)
-    want = reference.flash_attn_backward(*arrays, dlse=dlse, causal=True)
-    turned = [np.asfortranarray(x) for x in (*arrays, dlse)]
-    assert turned[5].T.flags.c_contiguous
-    got = reference.flash_attn_backward(*turned[:6], dlse=turned[6], causal=True)
-    for one, other in zip(got, want, strict=True):
-        np.testing.assert_array_equal(one, other)
-    rows = [x.reshape(-1, *x.shape[2:]) for x in arrays[:5]]
-    cu = ([0, 5, 10], [0, 6, 12], 5, 6)
-    for order in "CF":
-        lse, dlses = (np.array(x.swapaxes(1, 2).reshape(10, 4), order=order) for x in (arrays[5], dlse))
-        assert (lse if order == "C" else lse.T).flags.c_contiguous
-        got = reference.flash_attn_varlen_backward(*rows, lse, *cu, dlse=dlses, causal=True)
-        for one, other in zip(got, want, strict=True):
-            np.testing.assert_array_equal(one.reshape(other.shape), other)
-    wide = np.broadcast_to(arrays[2][:, :1], arrays[2].shape)
-    results = reference.flash_attn_func(arrays[1], wide, arrays[3])
-    got = reference.flash_attn_backward(arrays[0], arrays[1], wide, arrays[3], *results)
-    want = reference.flash_attn_backward(arrays[0], arrays[1], wide.copy(), arrays[3], *results)
-    for one, other in zip(got, want, strict=True):
-        np.testing.assert_array_equal(one, other)
-
-
-def test_given_gradients_of_a_batch() -> None:
-    """Overwritten, not added to; some may be given and others not, by position too."""
-    arrays, dlse = batch(5, 6)
-    want = reference.flash_attn_backward(*arrays, dlse=dlse)
-    for chosen in product((False, True), repeat=3):
-        given = [np.full_like(x, 7.0) if on else None for x, on in zip(arrays[1:4], chosen, strict=True)]
-        got = reference.flash_attn_backward(*arrays, *given, dlse=dlse)
-        for one, target, other in zip(got, given, want, strict=True):
-            np.testing.assert_array_equal(one, other)
-            if target is not None:
-                np.testing.assert_array_equal(target, other)

@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import itertools
 import subprocess
 import sys
 from dataclasses import replace
@@ -53,7 +52,6 @@ DENSE_CASES = (
     DenseCase(b=4, s_q=3, h_q=6, h_kv=2, lengths=(1, 2, 64, 65), causal=True, d_qk=512),
     DenseCase(b=3, s_q=4, h_q=3, lengths=(0, 3, 40), causal=True, sharp=True, dtype="float16"),
     DenseCase(b=5, s_q=2, h_q=8, h_kv=8, s_k=90, varlen=True, zero_lengths=True, block_gap=5, table_gap=2),
-    DenseCase(b=3, s_q=2, h_q=5, lengths=(0, 0, 0), causal=True),
 )
 
 
@@ -78,12 +76,10 @@ def test_dense(case: DenseCase, scale: float | None) -> None:
 
 
 def test_large_scores_do_not_overflow() -> None:
-    q = np.full((1, 1, 1, 512), 100.0)
-    k_cache = np.full((1, 16, 1, 512), 100.0)
+    q, k_cache = np.full((1, 1, 1, 512), 100.0), np.full((1, 16, 1, 512), 100.0)
     k_cache[0, 1] = -100.0
     out, lse = reference.flash_mla_with_kvcache(q, k_cache, [[0]], [2], 512, softmax_scale=1.0)
-    assert lse[0, 0, 0] == 512e4
-    np.testing.assert_array_equal(out, 100.0)
+    assert lse[0, 0, 0] == 512e4 and (out == 100).all()
 
 
 def test_what_does_not_matter() -> None:
@@ -101,12 +97,8 @@ def test_what_does_not_matter() -> None:
     tensors = make_dense_inputs(DENSE_CASES[0], "torch", "cpu")
     buffer = torch.zeros(3, 1, 7, 512, dtype=torch.bfloat16)
     target = buffer[:, :, 1:-2]
-    metadata, _ = reference.get_mla_metadata()
-    assert decode(tensors, tile_scheduler_metadata=metadata, out=target)[0] is target
+    assert decode(tensors, out=target)[0] is target
     assert torch.equal(target, torch.from_numpy(want[0]).bfloat16()) and not buffer[:, :, 0].any()
-    assert metadata.tile_scheduler_metadata.dtype == torch.int32
-    rows, splits = reference.get_mla_metadata(tensors.cache_seqlens, 4, 1)
-    assert rows.dtype == splits.dtype == torch.int32
 
 
 def test_a_tensor_with_the_negative_bit() -> None:
@@ -238,20 +230,6 @@ def test_an_empty_plan_is_filled_by_the_first_call(is_sparse: bool, invariant: b
             call(tile_scheduler_metadata=metadata, **changes)
 
 
-def test_plans_in_arrays_are_checked() -> None:
-    inputs = make_dense_inputs(DENSE_CASES[0], "numpy")
-    rows, splits = reference.get_mla_metadata(inputs.cache_seqlens, 4, 1)
-    decode(inputs, tile_scheduler_metadata=rows, num_splits=splits)
-    bad: tuple[tuple[Any, Any, str], ...] = (
-        (rows, None, "num_splits: expected an int32 array with a tensor as tile_scheduler_metadata"),
-        (rows[:, :5], splits, r"tile_scheduler_metadata: expected shape \[num_sm_parts, 8\]"),
-        (rows, splits[:3], r"num_splits: expected shape \[n\] with n >= b \+ 1 = 4, got \[3\]"),
-    )
-    for tiles, given, text in bad:
-        with pytest.raises(ValueError, match="^" + text):
-            decode(inputs, tile_scheduler_metadata=tiles, num_splits=given)
-
-
 def test_plans_are_computed_again_in_place() -> None:
     """A pair of arrays, or an object; one without arrays gets new ones, and remembers its kind."""
     rows, splits = reference.get_mla_metadata([5000, 70], 128, 1)
@@ -293,27 +271,6 @@ def test_an_object_keeps_the_kind_of_its_call() -> None:
         np.testing.assert_array_equal(metadata.tile_scheduler_metadata, rows)
 
 
-def test_blocks_and_parts_of_sparse_requests() -> None:
-    """A plan of sparse requests is one of blocks; the lengths that are given do not matter."""
-    blocks = reference.sparse_blocks
-    assert blocks(3, 64).tolist() == [1, 1, 1] and blocks(2, 65, extra_topk=1).tolist() == [3, 3]
-    assert blocks(6, 130, [-7, 0, 1, 64, 129, 4000]).tolist() == [1, 1, 1, 1, 3, 3]
-    assert blocks(3, 130, [0, 0, 65], 200, [0, 1, 1000]).tolist() == [1, 1, 6]
-    assert blocks(2, 64, None, 64, [0, 64]).tolist() == [1, 2]
-    for parts, invariant in itertools.product((1, 3, 40), (False, True)):
-        of_blocks = reference.plan_blocks([1, 1, 1, 2, 63, 3], parts, invariant)
-        of_lengths = reference.plan([0, 1, 64, 65, 4000, 130], parts, invariant)
-        assert all(np.array_equal(a, b) for a, b in zip(of_blocks, of_lengths, strict=True))
-    want = reference.plan_blocks([33] * 5, 33)  # 2 query tokens of 128 heads are 4 tiles: 33 parts of 132
-    for lengths in ([0] * 5, [9999] * 5):
-        rows, num_splits = reference.get_mla_metadata(lengths, 256, 1, 128, True, 2050)
-        np.testing.assert_array_equal(rows, want.tensor_rows)
-        np.testing.assert_array_equal(num_splits, want.num_splits)
-    assert len(reference.get_mla_metadata([1], 8, 1, topk=64)[0]) == 132
-    assert reference.sparse_num_parts(2, 65) == 33 and reference.sparse_num_parts(1, 1, sm_count=78) == 78
-    assert reference.sparse_num_parts(65536, 8) == 1
-
-
 # ---- the surface
 
 NAMES = {
@@ -340,12 +297,6 @@ def test_same_arguments_as_the_gpu_function(name: str) -> None:
         assert own[argument].kind == there.kind
         if argument not in may_be_missing:
             assert there.default in (inspect.Parameter.empty, own[argument].default)
-
-
-def test_every_public_name_has_a_counterpart() -> None:
-    others = {name for name in rawmla.__all__ if not name.endswith("Error")}
-    others -= {"__version__", "compat", "reference", "TracedMod", *WITHOUT_NUMBERS}
-    assert others >= {"BlockMask", "FlashMLASchedMeta"} and others <= set(reference.__all__)
 
 
 def test_torch_is_not_imported_for_others() -> None:
