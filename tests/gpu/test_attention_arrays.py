@@ -44,14 +44,11 @@ def assert_none_is_written_around(buffers: list[tuple[Any, Any]]) -> None:
 @pytest.mark.parametrize(
     "change",
     (
-        *[
-            in_order(*order)
-            for order in ((0, 2, 1, 3), (1, 0, 2, 3), (2, 1, 0, 3), (2, 0, 1, 3), (1, 2, 0, 3))
-        ],
+        *[in_order(*order) for order in ((0, 2, 1, 3), (2, 1, 0, 3), (1, 2, 0, 3))],
         part_of_a_projection,
         at_offset(8),
     ),
-    ids=("0 2 1 3", "1 0 2 3", "2 1 0 3", "2 0 1 3", "1 2 0 3", "projection", "offset of 16 bytes"),
+    ids=("0 2 1 3", "2 1 0 3", "1 2 0 3", "projection", "offset of 16 bytes"),
 )
 def test_layouts_that_are_free(change: Any, attention: Attention, copies: list[str]) -> None:
     """Arrays are read where they lie. Fresh results have the dimensions in the order of the arrays."""
@@ -87,7 +84,7 @@ def test_layouts_that_are_copied(change: Any, attention: Attention, copies: list
 
 @each_attention
 @pytest.mark.parametrize("axes", ((0,), (1,), (2,), (0, 1, 2)), ids=str)
-@pytest.mark.parametrize("names", (("q",), ("k", "v"), ("q", "k", "v", "dout")), ids="".join)
+@pytest.mark.parametrize("names", (("k", "v"), ("q", "k", "v", "dout")), ids="".join)
 def test_broadcast_arrays(
     names: tuple[str, ...], axes: tuple[int, ...], attention: Attention, copies: list[str]
 ) -> None:
@@ -151,7 +148,7 @@ def test_layouts_of_lse_and_its_gradient(change: Any, attention: Attention) -> N
 @each_attention
 @pytest.mark.parametrize(
     "dims",
-    full_unless(lambda dims: dims != (200, 72), ((1, 1), (17, 33), (127, 3), (3, 255), (200, 72))),
+    full_unless(lambda dims: dims in ((17, 33), (127, 3)), ((1, 1), (17, 33), (127, 3), (3, 255), (200, 72))),
     ids=str,
 )
 @pytest.mark.parametrize("layout", ("plain", "slice"))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -26,7 +27,6 @@ from operations import dense, dense_backward, flex, flex_backward
 
 RAGGED: dict[str, Any] = {"q_lengths": (300, 0, 1, 77, 130, 64), "k_lengths": (257, 90, 0, 200, 131, 513)}
 SAME: dict[str, Any] = {"q_lengths": (300, 0, 1, 77, 130, 64), "k_lengths": (300, 0, 1, 77, 130, 64)}
-EQUAL: dict[str, Any] = {"q_lengths": (128,) * 3, "k_lengths": (128,) * 3}
 SHAPE: dict[str, Any] = {"b": 2, "h_kv": 2, "s_q": 200, "s_k": 277}
 BATCH = MhaCase(b=3, s_q=150, s_k=200, causal=True, sink="float32", layout="heads")
 SEGMENTS = MhaCase(
@@ -47,10 +47,8 @@ CASES = (
 MORE_CASES = (
     MhaCase(b=2, s_q=70, s_k=90, d_qk=59, d_v=33, dtype="float16"),
     MhaCase(**SAME, packed="qkv4", d_qk=64, d_v=64, h_kv=4, dtype="float16"),
-    MhaCase(**RAGGED, packed="kv", d_qk=64, d_v=96, sink="float32"),
     MhaCase(**SAME, packed="qkv", d_qk=60, d_v=60, h_kv=4),  # parts that no kernel can write in place
-    MhaCase(**EQUAL, packed="qkv", d_qk=192, h_kv=4, layout="slice"),
-    MhaCase(q_lengths=(7, 0, 2) * 15, k_lengths=(14, 0, 4) * 15, packed="kv", d_qk=192, h_q=8, causal=True),
+    MhaCase(**RAGGED, packed="kv", d_qk=192, h_q=8, causal=True, layout="slice"),
     MhaCase(q_lengths=(0, 0), k_lengths=(0, 0), packed="qkv4", h_kv=4),
     FlexCase(**SHAPE, score="distance"),
     FlexCase(**SHAPE, score="softcap", mask="lower half", block=(64, 64)),
@@ -156,8 +154,15 @@ def assert_same(got: Any, want: Any) -> None:
 # ---- gradients
 
 
-@pytest.mark.parametrize("of", ("out", "lse", "both"))
-@for_cases(*CASES, *MORE_CASES)
+@pytest.mark.parametrize(
+    ("case", "of"),
+    full_unless(
+        lambda pair: pair[1] == "both" or pair[0] in (BATCH, BIASED),
+        product((*CASES, *MORE_CASES), ("out", "lse", "both")),
+        several=True,
+    ),
+    ids=lambda x: x if isinstance(x, str) else f"{type(x).__name__} {x.id}",
+)
 def test_gradients(case: Any, of: str) -> None:
     """Those of the reference and of the plain functions. Through one result the other's is not needed."""
     step = step_of(case, of)
@@ -169,13 +174,7 @@ def test_gradients(case: Any, of: str) -> None:
     step.check(results, grads)
 
 
-def test_gradients_with_the_promise_of_equal_lengths() -> None:
-    step = step_of(MhaCase(**EQUAL, packed="kv4", h_q=6, h_kv=2, d_qk=64, d_v=64, dtype="float16"))
-    results, grads = step.differentiate(is_varlen=False)
-    step.check(results, grads)
-
-
-@in_every_case
+@in_both
 def test_results_with_a_graph_are_those_without(case: Any) -> None:
     step = step_of(case)
     rows = rows_in_use(step.inputs)[0] if isinstance(case, MhaCase) else slice(None)
@@ -190,50 +189,40 @@ def test_results_with_a_graph_are_those_without(case: Any) -> None:
     assert_same_bits("lse", *lse)
 
 
-NEEDS: tuple[tuple[str, ...], ...] = (
-    *(("q",), ("k",), ("v",), ("other",), ("q", "k"), ("q", "v"), ("k", "v"), ("k", "other"), ("q", "other")),
-)
 BIAS = CASES[5]
 
 
-@pytest.mark.parametrize("needs", NEEDS, ids="+".join)
+@pytest.mark.parametrize("needs", ("q", "k", "v", "other", "q k", "q v", "k v", "k other", "q other"))
 @pytest.mark.parametrize(
     "case",
     full_unless(
-        lambda case: case.d_qk in (128, 192) and case.dtype == "bfloat16",
+        lambda case: case in (SEGMENTS, BIAS),
         (
             SEGMENTS,
+            BIAS,
             *[
                 MhaCase(b=2, s_q=150, s_k=200, sink="float32", **options)
                 for options in (
                     {"d_qk": 64, "d_v": 64, "alibi": "heads", "softcap": 15.0},
                     {"softcap": 15.0, "causal": True},
                     {"d_qk": 192, "causal": True},
-                    {"d_qk": 192, "window": (60, 10), "dtype": "float16"},
                     {"d_qk": 256, "d_v": 256, "causal": True},
                 )
             ],
-            *[
-                replace(BIAS, d_qk=d_qk, d_v=d_v, dtype=dtype)
-                for d_qk, d_v, dtype in (
-                    (128, 128, "bfloat16"),
-                    (64, 64, "float16"),
-                    (192, 128, "float16"),
-                    (256, 256, "float16"),
-                )
-            ],
+            *[replace(BIAS, d_qk=d_qk, d_v=128) for d_qk in (64, 192)],
+            replace(BIAS, d_qk=256, d_v=256, dtype="bfloat16"),
         ),
     ),
     ids=lambda case: case.id,
 )
-def test_gradients_of_some(case: Any, needs: tuple[str, ...]) -> None:
+def test_gradients_of_some(case: Any, needs: str) -> None:
     """The same bits, whichever others are wanted."""
     other = "bias" if isinstance(case, FlexCase) else "attn_sink"
-    needs = tuple(name.replace("other", other) for name in needs)
-    of = "both" if case in (SEGMENTS,) or isinstance(case, FlexCase) else "out"
+    names = tuple(needs.replace("other", other).split())
+    of = "both" if case is SEGMENTS or isinstance(case, FlexCase) else "out"
     _, every = step_of(case, of).differentiate(of)
-    _, some = step_of(case, of, needs).differentiate(of)
-    assert_same(some, {name: every[name] for name in needs})
+    _, some = step_of(case, of, names).differentiate(of)
+    assert_same(some, {name: every[name] for name in names})
 
 
 @in_both
@@ -277,14 +266,6 @@ def test_checkpointed(case: Any, reentrant: bool) -> None:
         assert_same_bits(name, x.grad, want[name])
 
 
-@pytest.mark.parametrize("context", ("no_grad", "inference_mode"))
-@in_both
-def test_without_grad(case: Any, context: str) -> None:
-    step = step_of(case)
-    with getattr(torch, context)():
-        assert not any(x.requires_grad for x in step.attend())
-
-
 # ---- torch's switch for a fixed order
 
 
@@ -318,33 +299,6 @@ def test_a_fixed_order_by_torchs_switch(case: MhaCase) -> None:
 
 
 # ---- what raises
-
-
-@in_both
-def test_second_derivative(case: Any) -> None:
-    step = step_of(case)
-    out, _ = step.attend()
-    (dk,) = torch.autograd.grad(out.sum(), step.leaves["k"], create_graph=True)
-    with pytest.raises(NotImplementedError, match="^(dense|flex) attention has no second derivative"):
-        dk.float().sum().backward()
-
-
-@pytest.mark.parametrize(
-    ("case", "name"),
-    (
-        *[(SEGMENTS, name) for name in ("q", "k", "v", "attn_sink", "cu_seqlens_q", "seqused_k", "out")],
-        *[(BIASED, name) for name in ("q", "k", "v", "slopes", "q_indices", "q_num_blocks", "out")],
-    ),
-    ids=lambda x: x if isinstance(x, str) else type(x).__name__,
-)
-def test_changes_in_place_are_found(case: Any, name: str) -> None:
-    step = step_of(case)
-    out, _ = step.attend()
-    lists = vars(step.inputs.block_mask) if isinstance(case, FlexCase) else {}
-    with torch.no_grad():
-        {**vars(step.inputs), **lists, **step.leaves, "out": out}[name].mul_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        out.sum().backward()
 
 
 # ---- streams and graphs
@@ -397,7 +351,7 @@ def test_in_a_graph(case: Any) -> None:
             step.gradients.dlse.copy_(again.dlse)
 
 
-@in_every_case
+@for_cases(SEGMENTS, BIASED)
 def test_warmup_call_loads_what_a_graph_needs(case: Any) -> None:
     """Forward and backward, of tensors that require grad; nothing is enqueued or allocated."""
     step = step_of(case)
@@ -420,18 +374,6 @@ def test_warmup_call_loads_what_a_graph_needs(case: Any) -> None:
         torch.cuda.synchronize()  # before the kernels are let go of
 
 
-def test_warmup_by_name() -> None:
-    step = step_of(MhaCase(**RAGGED, causal=True), "out")
-    _, want = step.differentiate("out")
-    dims = [(128, 128)]
-    with no_kernel_loaded():
-        rawmla.warmup("mha", "mha_backward", mha_head_dims=dims, mha_backward_head_dims=dims)
-        graph, (_, got) = capture(lambda: step.differentiate("out"))
-        graph.replay()
-        assert_same(got, want)
-        torch.cuda.synchronize()
-
-
 # ---- torch.compile
 
 
@@ -441,7 +383,7 @@ backends = pytest.mark.parametrize("backend", ("inductor", "aot_eager"))
 @quiet
 @compiled
 @backends
-@for_cases(*CASES[:4])
+@for_cases(BATCH, CASES[2])
 def test_compiled_dense(case: MhaCase, backend: str) -> None:
     """Gradients of a compiled step, through both results; torch may give -0.0 where none is."""
     step = step_of(case)
@@ -460,7 +402,7 @@ def test_compiled_dense(case: MhaCase, backend: str) -> None:
 @quiet
 @compiled
 @backends
-@for_cases(*CASES[4:])
+@for_cases(BIASED, BIAS)
 def test_compiled_flex(case: FlexCase, backend: str) -> None:
     """Gradients of a compiled step go through the call, from the graph after it to the one before it."""
     step = step_of(case)

@@ -6,34 +6,11 @@ from dataclasses import replace
 from math import inf, nan
 from typing import Any
 
-import pytest
-from gpu_support import loaded_labels, no_kernel_loaded, torch
-from test_autograd import step_of
+from gpu_support import torch
 
 import rawmla
 from kit.mha import MhaCase, make_mha_inputs
-from operations.dense_backward import OF_192, backward_inputs, check_backward
-
-
-def test_kernel_missing_in_a_captured_pass() -> None:
-    """The forward's kernels are there, those of its backward are not: autograd passes the refusal on."""
-    step = step_of(OF_192, "out")
-    results, grads = step.differentiate("out")
-    with no_kernel_loaded():
-        step.attend()
-        before = loaded_labels()
-        with (
-            pytest.raises(rawmla.KernelNotReadyError, match="warmup"),
-            torch.cuda.graph(torch.cuda.CUDAGraph()),
-        ):
-            step.differentiate("out")
-        assert loaded_labels() == before
-        _, again = step.differentiate("out")
-        for name, grad in grads.items():
-            assert torch.equal(grad, again[name]), name
-        torch.cuda.synchronize()  # before the kernels are let go of
-    step.check(results, grads)
-
+from operations.dense_backward import backward_inputs, check_backward
 
 ENDS: dict[str, Any] = {"q_lengths": (150, 1, 77), "k_lengths": (200, 3, 300), "causal": True}
 

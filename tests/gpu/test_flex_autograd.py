@@ -4,7 +4,6 @@ as exact as those of torch's flex_attention. The rest is in test_autograd.py.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import flex_page
@@ -156,18 +155,13 @@ LEARNED: dict[str, Any] = {  # their shapes
     "slopes": lambda heads, tokens: (heads,),
     "rows": lambda heads, tokens: (heads, tokens),
 }
-
-
 WITHOUT = ("plain", "square", "silu", "softcap", "trigonometric")
 
 
-in_eager = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-
-
 @quiet
-@in_eager
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize(
-    "kind", full_unless(lambda kind: kind in ("plain", "silu", "table"), (*WITHOUT, *LEARNED))
+    "kind", full_unless(lambda kind: kind in ("plain", "softcap", "table", "rows"), (*WITHOUT, *LEARNED))
 )
 def test_against_torch(kind: str) -> None:
     """The mean error is at most 2.1 times that of torch's flex_attention in bfloat16, both from torch's in
@@ -227,21 +221,6 @@ def test_example_of_the_page(name: str) -> None:
 
 
 # ---- what raises
-
-
-def test_refused_in_the_forward_call() -> None:
-    step = step_of(BIASED)
-    number = torch.ones((), requires_grad=True)
-    for changes, text in (
-        ({"out": torch.empty_like(step.inputs.q)}, "^out: expected None where a gradient is needed"),
-        ({"score_mod": "score * 2"}, "^score_mod: expected a CudaMod with grad"),
-        ({"score_mod": lambda s, b, h, q, k: s * number}, "got a number on the CPU"),
-    ):
-        with pytest.raises(ValueError, match=text):
-            step.attend(**changes)
-    key = step.leaves["k"].detach().to(torch.float8_e4m3fn)
-    with pytest.raises(ValueError, match="^key: expected the dtype of query where a gradient is needed"):
-        replace(step, leaves={**step.leaves, "k": key}).attend()
 
 
 # ---- torch.compile

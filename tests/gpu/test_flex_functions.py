@@ -25,13 +25,13 @@ from operations.flex_backward import (
 from rawmla.kernels import flex_captured
 
 SHAPE: dict[str, Any] = {"b": 2, "h_q": 4, "h_kv": 2, "s_q": 200, "s_k": 277}
-forms = pytest.mark.parametrize("form", full_unless(lambda form: form == "python", ("python", "cuda")))
+forms = pytest.mark.parametrize("form", ("python", "cuda"))
 
 
 def in_turn(names: Any) -> list[Any]:
-    """Names with each form. Every run has a quarter of the names, and the forms in turn."""
+    """Names with each form. Every run has one form of a name, and the forms in turn."""
     pairs = [(name, form) for name in names for form in ("python", "cuda")]
-    quick = {(name, ("python", "cuda")[number % 2]) for number, name in enumerate(names) if number % 4 == 0}
+    quick = {(name, ("python", "cuda")[number % 2]) for number, name in enumerate(names)}
     return full_unless(lambda pair: pair in quick, pairs, several=True)
 
 
@@ -73,7 +73,7 @@ def test_score(name: str, form: str) -> None:
 
 @pytest.mark.parametrize("separate", (True, False))
 @pytest.mark.parametrize(("name", "form"), in_turn(MASKS))
-def test_mask(name: str, separate: bool, form: str) -> None:
+def test_mask(name: str, form: str, separate: bool) -> None:
     """With lists of ours and of rawmla's own, which give the same bits."""
     call = backward_inputs(FlexCase(**SHAPE, mask=name, separate=separate), "both")
     got = attend(call.inputs, form, max_scores=True)
@@ -82,39 +82,6 @@ def test_mask(name: str, separate: bool, form: str) -> None:
     assert_same_results("created", attend(call.inputs, form, max_scores=True, block_mask=created), got)
     check_backward(call, backward_of(call, form))
     check_backward(call, backward_of(call, form, block_mask=created))
-
-
-@pytest.mark.parametrize("separate", (True, False))
-@pytest.mark.parametrize(
-    ("score", "mask", "form"),
-    full_unless(
-        lambda names: names[0] in ("alibi table", "nested", "gathered"),
-        (
-            ("alibi table", "documents", "python"),
-            ("bias k q h b", "random", "cuda"),
-            ("softcap", "window", "python"),
-            ("nested", "causal", "cuda"),
-            ("paged", "prefix", "python"),
-            ("gathered", "per head", "cuda"),
-            ("log", "lower half", "python"),
-            ("distance", "padding", "cuda"),
-            ("scalar", "empty", "python"),
-        ),
-        several=True,
-    ),
-)
-def test_score_and_mask(score: str, mask: str, form: str, separate: bool) -> None:
-    """Both read tensors, which have to be those of the right function."""
-    case = FlexCase(**SHAPE, score=score, mask=mask, separate=separate, dtype="float16", layout="tokens")
-    check_both(backward_inputs(case), form, plain=mask != "empty")
-
-
-@pytest.mark.full
-def test_sine_of_cudas_library() -> None:
-    """Text may call it, although it compiles ten times as long as torch_sin, with a table in local memory."""
-    inputs = make_flex_inputs(FlexCase(**SHAPE, score="trigonometric"))
-    text = rawmla.CudaMod("2 * sinf(score) + cosf(score)")
-    check_flex(inputs, attend(inputs, score_mod=text), plain=True)
 
 
 def test_statements_and_lengths_of_cuda_text() -> None:
@@ -176,8 +143,7 @@ def test_masks_of_masks() -> None:
 # ---- captured tensors
 
 
-@forms
-@pytest.mark.parametrize("layout", ("transposed", "every other", "expanded", "offset"))
+@pytest.mark.parametrize(("layout", "form"), in_turn(("transposed", "every other", "expanded", "offset")))
 def test_strides_of_captured_tensors(layout: str, form: str) -> None:
     """Read where they lie, beside NaN. Gradients are contiguous; one of an expanded tensor has its shape."""
     inputs = make_flex_inputs(FlexCase(**SHAPE, score="bias q k"))
@@ -201,8 +167,7 @@ def test_strides_of_captured_tensors(layout: str, form: str) -> None:
     check_both(call_with(replace(inputs.score, python=python, captures={"bias": moved})), form)
 
 
-@forms
-@pytest.mark.parametrize("dtype", ("float64", "float32", "float16", "bfloat16"))
+@pytest.mark.parametrize(("dtype", "form"), in_turn(("float64", "float32", "float16", "bfloat16")))
 def test_dtypes_of_captured_tensors(dtype: str, form: str) -> None:
     """Gradients have them."""
     draw = torch.Generator("cuda").manual_seed(0)
@@ -217,8 +182,7 @@ def test_dtypes_of_captured_tensors(dtype: str, form: str) -> None:
     check_both(call, form)
 
 
-@forms
-@pytest.mark.parametrize("dtype", ("int64", "int32", "int16", "int8", "uint8", "bool"))
+@pytest.mark.parametrize(("dtype", "form"), in_turn(("int64", "int32", "int16", "int8", "uint8", "bool")))
 def test_captured_integers(dtype: str, form: str) -> None:
     draw = torch.Generator("cuda").manual_seed(0)
     low = 0 if dtype in ("uint8", "bool") else -5
@@ -299,15 +263,13 @@ def assert_repeats(call: BackwardInputs, passes: set[int], in_order: set[int], f
             assert_same_gradients(backward_of(call, form, **options), want, all_of_them=bool(options))
 
 
-@forms
-@pytest.mark.parametrize("name", FIXED_ORDERS)
+@pytest.mark.parametrize(("name", "form"), in_turn(FIXED_ORDERS))
 def test_the_same_call_gives_the_same_bits(name: str, form: str, passes: set[int]) -> None:
     call = backward_inputs(FlexCase(**{**SHAPE, "s_q": 1023, "s_k": 1025}, score=name, mask="causal"), "both")
     assert_repeats(call, passes, FIXED_ORDERS[name], form)
 
 
-@forms
-def test_many_elements_in_a_fixed_order(form: str, passes: set[int]) -> None:
+def test_many_elements_in_a_fixed_order(passes: set[int]) -> None:
     """More than are summed digit by digit, though no place depends on query and key. Most are not read."""
     table = torch.randn(2**20 + 8, device="cuda", requires_grad=True)
     call = call_with_table(
@@ -316,27 +278,7 @@ def test_many_elements_in_a_fixed_order(form: str, passes: set[int]) -> None:
         "score + table(kv_idx)",
         lambda xp, t, s, b, h, q, k: s + t.table[k],
     )
-    assert_repeats(call, passes, IN_CELLS, form)
-
-
-@forms
-@pytest.mark.parametrize("name", ("bias h q k", "head scale"))
-def test_deterministic_algorithms_of_torch(name: str, form: str, passes: set[int]) -> None:
-    """Their switch has the effect of `deterministic=True`, which has the last word."""
-    call = backward_inputs(FlexCase(**SHAPE, score=name, mask="causal"), "both")
-    want = backward_of(call, form, deterministic=True)
-    check_backward(call, want)
-    passes.clear()
-    torch.use_deterministic_algorithms(True)
-    try:
-        results = [backward_of(call, form) for _ in range(5)]
-        assert passes <= FIXED_ORDERS[name]
-        backward_of(call, form, deterministic=False)
-        assert flex_captured.IN_ANY_ORDER in passes
-    finally:
-        torch.use_deterministic_algorithms(False)
-    for got in results:
-        assert_same_gradients(got, want, all_of_them=True)
+    assert_repeats(call, passes, IN_CELLS, "python")
 
 
 def test_tensors_without_gradients() -> None:
@@ -363,34 +305,3 @@ def test_a_mod_that_is_not_finite_where_it_is_masked() -> None:
 
     call = replace(call, inputs=replace(call.inputs, score=replace(call.inputs.score, python=python)))
     check_backward(call, backward_of(call))
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "text"),
-    (
-        ({"score_mod": "2 * score"}, ValueError, "score_mod: expected a CudaMod with grad"),
-        ({"score_mod": lambda s, b, h, q, k: torch.lgamma(s)}, NotImplementedError, "aten::lgamma"),
-        ({"scale": float("nan")}, ValueError, "^scale: expected a finite float32"),
-    ),
-)
-def test_refused(change: dict[str, Any], error: type[Exception], text: str) -> None:
-    call = backward_inputs(FlexCase(**SHAPE))
-    with pytest.raises(error, match=text):
-        backward_of(call, **change)
-
-
-def test_mask_functions_have_no_gradients() -> None:
-    limits = torch.zeros(200, device="cuda", requires_grad=True)
-    call = backward_inputs(FlexCase(**SHAPE))
-    mask = rawmla.create_block_mask(lambda b, h, q, k: q >= k, None, None, 200, 277)
-    mask.mask_mod = lambda b, h, q, k: q - k > limits[q]
-    with pytest.raises(ValueError, match="mask_mod: expected captured tensors that do not require grad"):
-        backward_of(call, block_mask=mask)
-
-
-def test_block_masks_need_no_lists_by_columns() -> None:
-    """The backward makes them."""
-    call = backward_inputs(FlexCase(**SHAPE, mask="causal"))
-    without = make_flex_inputs(call.inputs.case).block_mask
-    assert without is not None and without.q_num_blocks is None
-    check_backward(call, backward_of(call, block_mask=without))

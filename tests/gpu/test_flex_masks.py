@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from full_cases import full_unless
 from gpu_support import cupy, loaded_labels, no_kernel_loaded, torch
 from test_flex_block_mask import absent
 from test_frameworks import to_cupy
@@ -39,7 +40,7 @@ def assert_same_lists(name: str, got: Any, want: Any) -> None:
             assert torch.equal(one, other), f"{name}: {lists}_{what}"
 
 
-@pytest.mark.parametrize("form", ("python", "cuda"))
+@pytest.mark.parametrize("form", full_unless(lambda form: form == "python", ("python", "cuda")))
 @pytest.mark.parametrize("name", MASKS)
 def test_is_torchs(name: str, form: str) -> None:
     for lengths in LENGTHS:
@@ -70,28 +71,6 @@ def test_blocks_longer_than_the_sequence() -> None:
     got = rawmla.create_block_mask(lambda b, h, q, k: k >= 0, None, None, 300, 500, BLOCK_SIZE=(512, 1024))
     assert got.kv_num_blocks.tolist() == [[[1]]] and got.full_kv_num_blocks.tolist() == [[[0]]]
     assert got.kv_indices.tolist() == got.full_kv_indices.tolist() == [[[[0]]]]
-
-
-@pytest.mark.parametrize("name", ("causal", "per head", "padding", "checkered"))
-def test_without_full_blocks(name: str) -> None:
-    mask = MASKS[name](sizes((300, 500))).python
-    got = rawmla.create_block_mask(mask, B, H, 300, 500, separate_full_blocks=False)
-    apart = rawmla.create_block_mask(mask, B, H, 300, 500)
-    assert (
-        got.full_kv_num_blocks is got.full_kv_indices is got.full_q_num_blocks is got.full_q_indices is None
-    )
-    assert torch.equal(got.kv_num_blocks, apart.kv_num_blocks + apart.full_kv_num_blocks)
-    assert torch.equal(got.q_num_blocks, apart.q_num_blocks + apart.full_q_num_blocks)
-    assert torch.equal(got.to_dense(), apart.to_dense())
-
-
-@pytest.mark.parametrize("lengths", ((0, 300), (300, 0), (0, 0)), ids=str)
-def test_nothing_to_list(lengths: tuple[int, int]) -> None:
-    got = rawmla.create_block_mask(lambda b, h, q, k: q >= k, 2, 3, *lengths)
-    rows, columns = (-(-n // 128) for n in lengths)
-    assert got.kv_num_blocks.shape == (2, 3, rows) and got.kv_indices.shape == (2, 3, rows, columns)
-    assert got.q_num_blocks.shape == (2, 3, columns) and got.q_indices.shape == (2, 3, columns, rows)
-    assert not bool(got.kv_num_blocks.any()) and not bool(got.q_num_blocks.any())
 
 
 def test_more_blocks_than_ctas() -> None:

@@ -1,9 +1,9 @@
 """Flex attention over lengths, heads, batches, head dimensions, blocks and layouts.
 
 Each pair of head dimensions has a function and a mask of its own, so that a pair costs one kernel, and meets
-every pair of lengths; heads, batches, blocks and layouts go round: tests/test_flex_testing.py counts that
-every pair of values occurs. All functions and masks are in test_flex_functions.py. The cases of one kernel
-are one test, which goes on after a mismatch, so that one run shows the whole pattern.
+every pair of lengths; heads, batches, blocks and layouts go round. All functions and masks are in
+test_flex_functions.py. The cases of one kernel are one test, which goes on after a mismatch, so that one run
+shows the whole pattern.
 """
 
 from __future__ import annotations

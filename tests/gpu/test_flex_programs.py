@@ -1,4 +1,4 @@
-"""Block masks on another device, and functions of a user's in other calls and processes."""
+"""Functions of a user's in other calls and processes."""
 
 from __future__ import annotations
 
@@ -8,34 +8,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-from gpu_support import cupy, torch
+from gpu_support import torch
 
-import rawmla
 from kit.flex import FlexCase, check_flex, make_flex_inputs
 from operations.flex import attend
-
-
-@pytest.mark.parametrize("framework", ("torch", "cupy"))
-def test_block_mask_on_the_second_device(framework: str) -> None:
-    """`to` copies the lists, and leaves the mask what it is."""
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
-    zero = torch.zeros(1, dtype=torch.int32, device="cuda")
-    shift = zero if framework == "torch" else cupy.from_dlpack(zero)
-    mask = rawmla.create_block_mask(
-        rawmla.CudaMod("q_idx >= kv_idx + shift(0)", {"shift": shift}), None, None, 300, 500
-    )
-    torch.cuda.synchronize(0)
-    moved = mask.to("cuda:1")
-    for name in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices", "q_indices"):
-        one, other = getattr(mask, name), getattr(moved, name)
-        assert type(other) is type(one)
-        if framework == "cupy":
-            one, other = torch.from_dlpack(one), torch.from_dlpack(other)
-        assert one.device == torch.device("cuda:0") and other.device == torch.device("cuda:1")
-        assert bool((other.cpu() == one.cpu()).all()) and one.shape == other.shape
-    assert moved.seq_lengths == mask.seq_lengths and moved.mask_mod is mask.mask_mod
 
 
 def test_functions_that_change_between_calls() -> None:

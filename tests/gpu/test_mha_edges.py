@@ -15,10 +15,9 @@ from gpu_support import assert_same_bits, torch
 
 import rawmla
 from kit.mha import MhaCase, check_mha, make_mha_inputs, reference
-from kit.mha_backward import reference_backward, rows_in_use
+from kit.mha_backward import rows_in_use
 from operations.dense import CANARY, assert_same_results, assert_untouched_around, attend
 from operations.dense_backward import (
-    NAMES,
     assert_same_gradients,
     backward_inputs,
     backward_of,
@@ -37,23 +36,14 @@ def check_both(case: MhaCase) -> None:
 # ---- nothing to attend
 
 
-def test_rows_without_keys() -> None:
-    """The first 140 of 200 query tokens see none of 60 keys, with any sink; the others are as ever."""
-    for sink in (None, "float32", "infinite"):
-        inputs = make_mha_inputs(MhaCase(s_q=200, s_k=60, causal=True, sink=sink))
-        out, lse = attend(inputs)
-        check_mha(inputs, (out, lse))
-        assert_same_bits("out", out[:, :140], torch.zeros_like(out[:, :140]))
-        assert bool((lse[:, :, :140] == -inf).all())
-
-
 @pytest.mark.parametrize("of", ("out", "lse", "both"))
 @pytest.mark.parametrize("spoiler", (nan, inf))
-def test_backward_of_rows_without_keys(spoiler: float, of: str) -> None:
+def test_rows_without_keys(spoiler: float, of: str) -> None:
     """The first 140 of 200 query tokens see none of 60 keys: what their rows hold reaches nothing."""
     for sink in (None, "float32", "infinite"):
         inputs = make_mha_inputs(MhaCase(s_q=200, s_k=60, causal=True, sink=sink, gap=spoiler))
         call = backward_inputs(inputs, of)
+        check_mha(inputs, call.results)
         assert not bool(call.gradients.dout[:, :140].isfinite().any())
         inputs.q[:, :140] = spoiler
         call.results[0][:, :140] = spoiler
@@ -85,18 +75,6 @@ def test_keys_that_no_query_sees_may_hold_anything(d: int, left: int, spoiler: f
     assert_same_gradients("unseen keys spoilt", got, want)
 
 
-def test_requests_without_keys_or_tokens() -> None:
-    """Results of requests without keys are 0 and -inf, with keys that hold NaN next to them."""
-    case = MhaCase(q_lengths=(0, 5, 130, 0, 7), k_lengths=(9, 0, 0, 0, 3), rows_around=4, sink="float32")
-    for used in (None, (0, 0, 0, 0, 0)):
-        inputs = make_mha_inputs(replace(case, k_used=used))
-        got = attend(inputs)
-        check_mha(inputs, got)
-        rows = slice(4, 4 + 135)
-        assert_same_bits("out", got[0][rows], torch.zeros_like(got[0][rows]))
-        assert bool((got[1][rows] == -inf).all())
-
-
 # ---- masks
 
 
@@ -104,8 +82,8 @@ def test_requests_without_keys_or_tokens() -> None:
 @pytest.mark.parametrize("d", (64, 128, 256))
 def test_windows_at_borders_of_tiles(d: int, sizes: tuple[int, int]) -> None:
     """Tiles have 64 to 192 query tokens and 64 to 128 keys."""
-    for left in (-1, 0, 1, 63, 64, 65, 79, 80, 127, 128, 129, 191, 192, 299):
-        for right in (-1, 0, 1, 63, 64, 80, 127, 128, 300):
+    for left in (-1, 0, 1, 63, 64, 65, 80, 127, 129, 192, 299):
+        for right in (-1, 0, 63, 64, 80, 128, 300):
             check_both(
                 MhaCase(b=1, s_q=sizes[0], s_k=sizes[1], window=(left, right), h_q=2, h_kv=1, d_qk=d, d_v=d)
             )
@@ -317,16 +295,3 @@ def test_slopes() -> None:
     check_mha(inputs, want)
     for slopes in (inputs.alibi_slopes.expand(3, 4), inputs.alibi_slopes.repeat(3, 2)[:, :4]):
         assert_same_results("slopes", inputs, attend(inputs, alibi_slopes=slopes), want)
-
-
-@pytest.mark.parametrize("dims", ((64, 64), (128, 128), (192, 128)), ids=str)
-@pytest.mark.parametrize("of", ("lse", "both"))
-def test_gradients_of_lse_within_flash_attention_bounds(of: str, dims: tuple[int, int]) -> None:
-    """dq, dk and dv are within 0.02 of float64 at 128 to 256 tokens. dv is 0 through lse alone."""
-    for s_q, s_k in ((128, 128), (200, 256), (256, 131)):
-        case = MhaCase(s_q=s_q, s_k=s_k, d_qk=dims[0], d_v=dims[1])
-        call = backward_inputs(make_mha_inputs(case), of)
-        got, want = backward_of(call), reference_backward(call.inputs, call.gradients).values
-        assert [bool(x.any()) for x in got] == [True, True, of == "both"]
-        for name, one, wanted in zip(NAMES, got, want, strict=False):
-            assert float((one.double() - wanted).abs().max()) < 0.02, (name, s_q, s_k)

@@ -30,7 +30,6 @@ from operations.dense_backward import (
     check_backward,
     gradient_buffers,
 )
-from rawmla.kernels.mha_backward_variants import ALL, Needs, specs
 
 # Kernels of the forward, by head dimensions, dtype and flags: few, so that compiling takes little time.
 FORWARD_KERNELS: tuple[dict[str, Any], ...] = (
@@ -46,12 +45,9 @@ BACKWARD_KERNELS: tuple[dict[str, Any], ...] = (
     {"d_qk": 64, "d_v": 64, "alibi": "requests"},
     {"d_qk": 128, "d_v": 128},
     {"d_qk": 192, "d_v": 128},
-    {"d_qk": 96, "d_v": 96, "dtype": "float16"},
-    {"d_qk": 64, "d_v": 64, "softcap": 15.0},
-    {"d_qk": 192, "d_v": 128},
     {"d_qk": 59, "d_v": 111},
     {"d_qk": 256, "d_v": 256},
-    {"d_qk": 128, "d_v": 128, "softcap": 15.0, "alibi": "heads"},
+    {"d_qk": 128, "d_v": 128, "softcap": 15.0, "alibi": "requests"},
     {"d_qk": 192, "d_v": 128, "dtype": "float16"},
 )
 # Kernels of every form, with what gradients are of: a sink and a gradient of lse are a flag together.
@@ -59,15 +55,12 @@ FORMS: tuple[tuple[dict[str, Any], str], ...] = (
     ({"d_qk": 128, "d_v": 128}, "out"),
     ({"d_qk": 128, "d_v": 128, "sink": "float32"}, "both"),
     ({"d_qk": 192, "d_v": 128}, "lse"),
-    ({"d_qk": 192, "d_v": 128, "sink": "bfloat16"}, "out"),
     ({"d_qk": 192, "d_v": 128, "sink": "float32"}, "both"),
     ({"d_qk": 256, "d_v": 256}, "both"),
     ({"d_qk": 128, "d_v": 128, "softcap": 15.0, "alibi": "requests"}, "out"),
-    ({"d_qk": 128, "d_v": 128, "softcap": 15.0, "sink": "float32"}, "both"),
     ({"d_qk": 64, "d_v": 64}, "both"),
-    ({"d_qk": 96, "d_v": 96, "dtype": "float16", "sink": "bfloat16"}, "both"),
 )
-ONE_OF_EACH_FORM = [FORMS[i][0] for i in (0, 2, 5, 8)]
+ONE_OF_EACH_FORM = [FORMS[i][0] for i in (0, 2, 4, 6)]
 MASKS: tuple[dict[str, Any], ...] = ({}, {"causal": True}, {"window": (60, 20)})
 each_form = pytest.mark.parametrize("dims", ONE_OF_EACH_FORM, ids=lambda dims: f"{dims['d_qk']}")
 MODES = ("full", "third", "random", "zeros")
@@ -195,62 +188,6 @@ def test_lengths(b: int, longest: int, backward: bool) -> None:
 # ---- every form of the backward
 
 
-def form_of_call(case: MhaCase, of: str, needs: Needs = ALL) -> str:
-    """The form of the main kernel of a call. By keys, consumers have their columns of dQ, or take turns."""
-    weights = case.sink is not None and of != "out"
-    flags = case.softcap > 0, case.alibi is not None, weights
-    spec = specs(case.dtype, case.d_qk, case.d_v, *flags, needs)[1]
-    if spec.name == "mha_backward_by_product":
-        return "by product"
-    assert spec.name == "mha_backward"
-    defines = dict(spec.defines)
-    if defines["WIDE"]:
-        return "by keys, wide"
-    return "by keys, in turn" if defines["D_QK"] <= 96 else "by keys"
-
-
-def features_of(case: MhaCase, of: str) -> set[str]:
-    """What a form of the kernel has to meet in segments."""
-    features = {
-        "causal": case.causal,
-        "left bound": case.window[0] >= 0,
-        "both bounds": case.window[0] >= 0 and (case.causal or case.window[1] >= 0),
-        "no mask": not case.causal and case.window == (-1, -1),
-        "groups of heads": case.h_kv < case.h_q,
-        "a head each": case.h_kv == case.h_q,
-        "one KV head": case.h_kv == 1,
-        "seqused_q": case.q_used is not None,
-        "seqused_k": case.k_used is not None,
-        "no seqused": case.q_used is None and case.k_used is None,
-        "empty queries": 0 in (case.q_lengths or ()),
-        "empty keys": 0 in (case.k_lengths or ()),
-        "several tiles": max(case.q_lengths or (0,)) > 128 and max(case.k_lengths or (0,)) > 256,
-        "rows around": case.rows_around > 0,
-        "a sink": case.sink is not None,
-    }
-    return {name for name, met in features.items() if met} | {case.layout, of}
-
-
-EVERY_FEATURE = {
-    *("causal", "left bound", "both bounds", "no mask", "groups of heads", "a head each", "one KV head"),
-    *("seqused_q", "seqused_k", "no seqused", "empty queries", "empty keys", "several tiles", "rows around"),
-    *("a sink", "plain", "slice", "heads", "out", "lse", "both"),
-}
-
-
-def test_forms_of_the_cases() -> None:
-    """Segments meet every form of the kernel with everything that cases differ in. Needs no GPU."""
-    met: dict[str, set[str]] = {}
-    for sizes in LENGTHS:
-        for case, of in cases_of(*sizes, backward=True):
-            met.setdefault(form_of_call(case, of), set()).update(features_of(case, of))
-    forms = {"by keys", "by keys, in turn", "by keys, wide", "by product"}
-    assert met == dict.fromkeys(forms, EVERY_FEATURE)
-    assert {form_of_call(MhaCase(**options), of) for options, of in FORMS} == forms
-    assert {form_of_call(MhaCase(**dims), "out") for dims in ONE_OF_EACH_FORM} == forms
-    assert {form_of_call(case, "out") for case in AROUND} == forms
-
-
 @pytest.mark.parametrize("mask", MASKS, ids=("full", "causal", "window"))
 @pytest.mark.parametrize(("options", "of"), FORMS, ids=lambda x: x if isinstance(x, str) else MhaCase(**x).id)
 def test_backward_of_segments_in_every_form(options: dict[str, Any], of: str, mask: dict[str, Any]) -> None:
@@ -286,18 +223,18 @@ def test_backward_of_tokens_that_no_segment_covers(dims: dict[str, Any], of: str
 AROUND = (
     FULL,
     MhaCase(**RAGGED, k_used=(250, 1, 0, 129, 0, 511), d_qk=64, d_v=64, layout="heads", rows_around=200),
-    MhaCase(**RAGGED, window=(20, 3), h_kv=1, d_qk=96, d_v=96, k_used=(33, 90, 0, 70, 131, 300)),
-    MhaCase(**RAGGED, d_qk=40, d_v=128, q_used=(1, 0, 1, 76, 0, 64), layout="slice", dtype="float16"),
+    MhaCase(**RAGGED, window=(20, 3), h_kv=1, k_used=(33, 90, 0, 70, 131, 300)),
+    MhaCase(**RAGGED, d_qk=59, d_v=111, q_used=(1, 0, 1, 76, 0, 64), layout="slice"),
     MhaCase(**RAGGED, **USED, rows_around=200, layout="slice", causal=True, d_qk=192, h_kv=1),
     MhaCase(**RAGGED, **USED, window=(20, 3), d_qk=256, d_v=256, layout="heads"),
     MhaCase(**RAGGED, **USED, rows_around=9, causal=True, softcap=15.0, alibi="requests"),
 )
 
 
-@pytest.mark.parametrize("gap", (float("nan"), float("inf"), 0.0))
+@pytest.mark.parametrize("gap", (float("nan"), float("inf")))
 @pytest.mark.parametrize("case", AROUND, ids=lambda case: case.id)
 def test_what_lies_around_tokens_has_no_effect(case: MhaCase, gap: float) -> None:
-    """Whether it is NaN, infinite, 0 or 1, in the tails of segments too. The forward has the same bits."""
+    """Whether it is NaN, infinite or 1, in the tails of segments too. The forward has the same bits."""
     results, gradients = [], []
     for around in (gap, 1.0):
         inputs = make_mha_inputs(replace(case, gap=around))
@@ -310,12 +247,11 @@ def test_what_lies_around_tokens_has_no_effect(case: MhaCase, gap: float) -> Non
     assert_same_gradients(f"gaps of {gap}", *gradients)
 
 
-@pytest.mark.parametrize("causal", (False, True))
 @pytest.mark.parametrize("spoilt", (0, 3, 5))
 @each_form
-def test_beside_a_spoilt_request(dims: dict[str, Any], spoilt: int, causal: bool) -> None:
+def test_beside_a_spoilt_request(dims: dict[str, Any], spoilt: int) -> None:
     """All arrays of one request are NaN: the others have the bits that they have beside a sound one."""
-    call = backward_inputs(make_mha_inputs(MhaCase(**RAGGED, **dims, causal=causal)), "both")
+    call = backward_inputs(make_mha_inputs(MhaCase(**RAGGED, **dims, causal=spoilt == 3)), "both")
     inputs = call.inputs
     want, want_of_forward = backward_of(call), [x.clone() for x in attend(inputs)]
     check_backward(call, want)
@@ -356,14 +292,13 @@ def test_longer_bounds_of_lengths(dims: dict[str, Any]) -> None:
         assert_same_gradients(str(longest), got, want)
 
 
-@pytest.mark.parametrize("sizes", ((128, 128), (130, 77), (1, 300), (77, 0)), ids=str)
-@pytest.mark.parametrize("heads", ((4, 4), (8, 2)), ids=str)
+@pytest.mark.parametrize("sizes", ((130, 77), (1, 300), (77, 0)), ids=str)
 @each_form
-def test_equal_lengths(dims: dict[str, Any], heads: tuple[int, int], sizes: tuple[int, int]) -> None:
+def test_equal_lengths(dims: dict[str, Any], sizes: tuple[int, int]) -> None:
     """With and without is_varlen; and as a batch, whose requests are a dimension."""
     s_q, s_k = sizes
     case = MhaCase(
-        q_lengths=(s_q,) * 3, k_lengths=(s_k,) * 3, h_q=heads[0], h_kv=heads[1], causal=True, sink="float32",
+        q_lengths=(s_q,) * 3, k_lengths=(s_k,) * 3, h_q=8, h_kv=2, causal=True, sink="float32",
         **dims,
     )  # fmt: skip
     of = "out" if case.d_qk == 192 else "both"  # which has another form
@@ -400,9 +335,8 @@ def test_a_broken_promise_of_equal_lengths(dims: dict[str, Any]) -> None:
         assert_untouched_around(buffer, array)
 
 
-@pytest.mark.parametrize("heads", ((4, 4), (8, 2)), ids=str)
 @each_form
-def test_many_requests(dims: dict[str, Any], heads: tuple[int, int]) -> None:
+def test_many_requests(dims: dict[str, Any]) -> None:
     """More requests than a warp looks at in one step, most of them short or empty."""
     draw = random.Random(5)
     q_lengths = tuple(draw.choice((0, 0, 1, 2, 17, 150)) for _ in range(333))
@@ -410,9 +344,9 @@ def test_many_requests(dims: dict[str, Any], heads: tuple[int, int]) -> None:
     case = MhaCase(
         q_lengths=q_lengths,
         k_lengths=k_lengths,
-        h_q=heads[0],
-        h_kv=heads[1],
-        causal=heads[1] < heads[0],
+        h_q=8,
+        h_kv=2,
+        causal=True,
         sink="float32",
         **dims,
     )
@@ -431,15 +365,13 @@ SAME_USED: dict[str, Any] = {
 }
 PACKED = (
     MhaCase(**SAME, **SAME_USED, packed="qkv", h_q=4, h_kv=4, d_qk=192, layout="slice", causal=True),
-    MhaCase(**SAME, packed="qkv", h_q=3, h_kv=3, d_qk=40, d_v=40, layout="slice"),
+    MhaCase(**SAME, packed="qkv", h_q=3, h_kv=3, d_qk=64, d_v=64, layout="slice"),
     MhaCase(**SAME, packed="qkv4", h_q=4, h_kv=4, dtype="float16"),
     MhaCase(**SAME, **SAME_USED, packed="qkv4", h_q=1, h_kv=1, d_qk=64, d_v=64, causal=True),
     MhaCase(**RAGGED, packed="kv", h_q=8, h_kv=2, d_qk=192, causal=True),
-    MhaCase(**RAGGED, packed="kv", h_q=8, h_kv=1, d_v=64, layout="slice", rows_around=70),
     MhaCase(**RAGGED, packed="kv4", h_q=6, h_kv=2, d_qk=256, d_v=256, window=(30, 40)),
     MhaCase(q_lengths=(128,) * 3, k_lengths=(128,) * 3, packed="qkv", h_kv=4, d_v=64, causal=True),
     MhaCase(q_lengths=(7, 0, 2) * 15, k_lengths=(14, 0, 4) * 15, packed="kv4"),
-    MhaCase(**RAGGED, packed="kv4", d_qk=59, d_v=59),
     MhaCase(**SAME, packed="qkv", h_q=2, h_kv=2, d_qk=59, d_v=111),
 )
 
@@ -471,48 +403,3 @@ def test_packed(case: MhaCase) -> None:
         )
         check_backward(call, gradients)
         assert bool(whole.isfinite().all())
-
-
-# ---- lse
-
-
-def test_lse_is_stored_by_heads() -> None:
-    """`[total_q, h_q]`, whose transpose is contiguous; a batch has it as `[b, h_q, s_q]`."""
-    inputs = make_mha_inputs(MhaCase(**RAGGED))
-    _, lse = attend(inputs)
-    assert lse.shape == (sum(RAGGED["q_lengths"]), 4) and lse.T.is_contiguous()
-    _, lse = attend(make_mha_inputs(MhaCase(b=3, s_q=5, s_k=7)))
-    assert lse.shape == (3, 4, 5) and lse.is_contiguous()
-
-
-@pytest.mark.parametrize("heads_first", (False, True))
-def test_both_orders_of_lse(heads_first: bool) -> None:
-    """lse and dlse as [tokens, heads] with either dimension innermost in memory."""
-    call = backward_inputs(make_mha_inputs(replace(FULL, layout="plain")), "both")
-    want = backward_of(call)
-    check_backward(call, want)
-
-    def stored(x: Any) -> Any:
-        return x.T.contiguous().T if heads_first else x.contiguous()
-
-    call.results = call.results[0], stored(call.results[1])
-    call.gradients.dlse = stored(call.gradients.dlse)
-    assert (call.results[1].stride(0) == 1) == heads_first == (call.gradients.dlse.stride(0) == 1)
-    assert_same_gradients("lse stored otherwise", backward_of(call), want)
-
-
-def test_partial_results_merge() -> None:
-    """By their lse, results over parts of the keys give those over all of them, with a sink added then."""
-    inputs = make_mha_inputs(MhaCase(b=3, s_q=70, s_k=333, sink="float32"))
-    want_out, want_lse = reference(inputs)
-    merged = torch.zeros_like(want_out)
-    parts = [
-        rawmla.flash_attn_func(inputs.q, inputs.k[:, rows], inputs.v[:, rows])
-        for rows in (slice(200), slice(200, None), slice(0, 0))
-    ]
-    lse = torch.logsumexp(torch.stack([part_lse.double() for _, part_lse in parts]), dim=0)
-    torch.testing.assert_close(lse, want_lse, atol=1e-4, rtol=2e-6)
-    total = torch.logaddexp(lse, inputs.attn_sink.double()[:, None])
-    for out, part_lse in parts:
-        merged += out.double() * (part_lse.double() - total).exp().transpose(1, 2)[..., None]
-    assert float((merged - want_out).norm() / want_out.norm()) < 2**-8

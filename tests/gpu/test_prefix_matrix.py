@@ -1,5 +1,4 @@
-"""Prefix prefill on its matrix, as a covering design: tests/test_prefix_testing.py counts that every pair of
-values occurs that the call allows.
+"""Prefix prefill on its matrix, by draws that are always the same.
 
 The cases of one kernel are one test. Cached memory of no token is NaN, as are the rows of no request, and
 entries of pages that no query sees are garbage.
@@ -8,7 +7,6 @@ entries of pages that no query sees are garbage.
 from __future__ import annotations
 
 import random
-from itertools import combinations
 from typing import Any
 
 import pytest
@@ -30,7 +28,6 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "window": (0, 1, 16, 128, 2048, PAST_ALL),
     "sinks": (None, "float32", "bfloat16", "float16", "infinite"),
     "alibi": (False, True),
-    "fp8_out": (False, True),
     "skip_decode": (False, True),
     "causal": (True, False),
     "own_cached": (False, True),
@@ -59,117 +56,60 @@ VARIANTS = tuple(
         strict=True,
     )
 )
-CASES_OF_A_VARIANT = 7
 
 
 def is_allowed(values: dict[str, Any]) -> bool:
-    """Whether a call can have these values, which may be some of all."""
+    """Whether a call can have these values."""
     return not (
-        (values.get("d") == 24 and values.get("x") == 16)
-        or (values.get("alibi") and not values.get("causal", True))
-        or (values.get("block_size") == 1 and values.get("pack"))
+        (values["d"] == 24 and values["x"] == 16)
+        or (values["alibi"] and not values["causal"])
+        or (values["block_size"] == 1 and values["pack"])
     )
 
 
-def variant_of(values: dict[str, Any]) -> tuple[Any, ...]:
-    """The kernel that takes a call, as in `VARIANTS`."""
-    by_tma = (
+def is_by_tma(values: dict[str, Any]) -> bool:
+    """Whether TMA reads the pages."""
+    return (
         values["cache"] == "auto"
         and values["x"] == 8
         and values["block_size"] % 16 == 0
         and values["pack"] in (0, values["block_size"])
     )
-    return (
-        -(-values["d"] // 32) * 32,
-        BY_TMA if by_tma else GATHERED,
-        values["cache"],
-        values["dtype"] == "float16",
-        values["window"] > 0,
-        values["alibi"],
-        values["fp8_out"],
-    )
 
 
-def covering_design() -> list[dict[str, Any]]:
-    """Rows of values, `CASES_OF_A_VARIANT` for each variant: of random ones those with the most new pairs."""
-    draw = random.Random(1)
-    met: set[Any] = set()
-    rows: list[dict[str, Any]] = []
-
-    def pairs(row: dict[str, Any]) -> set[Any]:
-        return set(combinations(row.items(), 2))
-
-    def candidate(variant: tuple[Any, ...]) -> dict[str, Any]:
-        padded, _, cache, is_half, has_window, alibi, fp8_out = variant
-        while True:
-            row = {name: draw.choice(values) for name, values in VALUES.items()}
-            row |= {
-                "d": draw.choice([d for d in VALUES["d"] if -(-d // 32) * 32 == padded]),
-                "dtype": "float16" if is_half else "bfloat16",
-                "cache": cache,
-                "window": draw.choice(VALUES["window"][1:]) if has_window else 0,
-                "alibi": alibi,
-                "fp8_out": fp8_out,
-            }
-            if is_allowed(row) and variant_of(row) == variant:
-                return row
-
-    for _ in range(CASES_OF_A_VARIANT):
-        for variant in VARIANTS:
-            candidates = [candidate(variant) for _ in range(30)]
-            best = max(candidates, key=lambda row: len(pairs(row) - met))
-            met |= pairs(best)
-            rows.append(best)
-    return rows
-
-
-def case_of(values: dict[str, Any], number: int) -> PrefixCase:
-    """A case with these values: ten requests, one of them with a single token and one with none."""
-    draw = random.Random(number)
+def case_of(variant: tuple[Any, ...], number: int) -> PrefixCase:
+    """A case that the kernel takes: ten requests, one of them with a single token and one with none."""
+    padded, source, cache, is_half, has_window, alibi, fp8_out = variant
+    draw = random.Random(f"{variant} {number}")
+    while True:
+        values = {name: draw.choice(some) for name, some in VALUES.items()}
+        values |= {
+            "d": draw.choice([d for d in VALUES["d"] if -(-d // 32) * 32 == padded]),
+            "dtype": "float16" if is_half else "bfloat16",
+            "cache": cache,
+            "window": draw.choice(VALUES["window"][1:]) if has_window else 0,
+            "alibi": alibi,
+        }
+        if is_allowed(values) and is_by_tma(values) == (source == BY_TMA):
+            break
     query_lengths = [draw.randint(16, 1024) for _ in range(8)] + [0, 1]
     contexts = [draw.randint(0, 1024) for _ in range(9)] + [0]
     draw.shuffle(query_lengths)
     draw.shuffle(contexts)
-    h_q, h_kv = values["heads"]
-    same = (
-        "block_size",
-        "x",
-        "d",
-        "dtype",
-        "window",
-        "sinks",
-        "alibi",
-        "skip_decode",
-        "causal",
-        "own_cached",
-    )
-    same += ("pack", "table", "padded", "layout", "device_scales", "bytes_dtype")
+    h_q, h_kv = values.pop("heads")
     return PrefixCase(
         query_lengths=tuple(query_lengths),
         contexts=tuple(contexts),
         rows_around=3,
         h_q=h_q,
         h_kv=h_kv,
-        kv_cache_dtype=values["cache"],
+        kv_cache_dtype=values.pop("cache"),
         k_scale=0.7,
         v_scale=1.3,
-        out_scale=0.02 if values["fp8_out"] else None,
+        out_scale=0.02 if fp8_out else None,
         seed=number,
-        **{name: values[name] for name in same},
+        **values,
     )
-
-
-def values_of(case: PrefixCase) -> dict[str, Any]:
-    """The row of values of a case."""
-    derived = {
-        "heads": (case.h_q, case.h_kv),
-        "cache": case.kv_cache_dtype,
-        "fp8_out": case.out_scale is not None,
-    }
-    return {name: derived[name] if name in derived else getattr(case, name) for name in VALUES}
-
-
-CASES = [case_of(values, number) for number, values in enumerate(covering_design())]
 
 
 def name_of(variant: tuple[Any, ...]) -> str:
@@ -180,17 +120,17 @@ def name_of(variant: tuple[Any, ...]) -> str:
 
 
 @pytest.mark.parametrize(
-    "variant", full_unless(lambda variant: variant in VARIANTS[::5], VARIANTS), ids=name_of
+    "variant", full_unless(lambda variant: variant[0] in (32, 128, 256), VARIANTS), ids=name_of
 )
 def test_prefix_matrix(variant: tuple[Any, ...]) -> None:
-    run_cases([case for case in CASES if variant_of(values_of(case)) == variant])
+    run_cases([case_of(variant, number) for number in range(10)])
 
 
 # ---- small numbers
 
 
 @pytest.mark.parametrize("cache", VALUES["cache"])
-@pytest.mark.parametrize("heads", VALUES["heads"], ids=str)
+@pytest.mark.parametrize("heads", full_unless(lambda heads: heads == (64, 8), VALUES["heads"]), ids=str)
 def test_small_numbers(heads: tuple[int, int], cache: str) -> None:
     """vLLM's inputs, up to 1e-3 in float16, with its bounds and within rounding of each row. FP8 caches have
     scales that spread their numbers over the codes.
