@@ -55,8 +55,8 @@ def test_host_time(s_k: int, form: str, record_property: Any) -> None:
 
 
 def test_overhead(flash_mla: Any) -> None:
-    """What a call through the module adds to rawmla's own function, in the quickest tenth of calls, which other
-    processes disturb least.
+    """What a call through the module adds to rawmla's own function, in the quickest tenth of calls, which
+    other processes disturb least.
     """
     inputs = make_dense_inputs(DenseCase(b=2, h_q=16, s_k=300))
     arguments = (*call_arguments(inputs), rawmla.get_mla_metadata()[0])
