@@ -239,3 +239,24 @@ def test_keys_that_no_block_lists(emulator: Emulator) -> None:
     for seed in range(2, 8):
         for gradient in flex_gradients(emulator, n, mask, seed)[1:]:
             assert gradient[..., :128, :].any() and not gradient[..., 128:, :].any()
+
+
+def test_numbers_that_are_no_blocks_are_skipped(emulator: Emulator) -> None:
+    """They would be addresses of what the backward adds; and a count is no longer than its column."""
+    n = 384
+    counts = torch.tensor([[[1, 2, 2]]], dtype=torch.int32)
+    indices = torch.tensor([[[[0, 1, 2], [1, 0, 2], [2, 0, 1]]]], dtype=torch.int32)
+    clean = rawmla.BlockMask.from_kv_blocks(counts, indices, seq_lengths=(n, n))
+    listed = torch.arange(3) < clean.q_num_blocks[..., None]
+    of_columns = {
+        "q_num_blocks": torch.full_like(counts, 2**31 - 1),
+        "q_indices": clean.q_indices.where(listed, torch.tensor([-1, 3, -(2**31)], dtype=torch.int32)),
+    }
+    q, k, v, dout = torch.randn(4, 1, 1, n, 32).half()
+    out, lse = rawmla.flex_attention(q, k, v, None, clean, return_lse=True)
+    found = []
+    for mask in (clean, rawmla.BlockMask((n, n), counts, indices, **of_columns)):
+        given = (dout, q, k, v, out, lse, None, mask)
+        found.append(rawmla.flex_attention_backward(*given, deterministic=True)[:3])
+    for one, other in zip(*found, strict=True):
+        assert bool(one.any()) and torch.equal(one, other)
