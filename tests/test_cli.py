@@ -237,6 +237,8 @@ def test_what_is_missing_is_said(
     assert "RAWMLA_CACHE_MAX_MB" in capsys.readouterr().err
     assert cli.main(["info"]) == 0
     assert "RAWMLA_CACHE_MAX_MB: expected" in capsys.readouterr().out
+    monkeypatch.delenv("RAWMLA_CACHE_MAX_MB")
+    monkeypatch.delenv("RAWMLA_CUBIN_DIR")
     monkeypatch.setattr(nvrtc, "version", raising(NVRTCNotFoundError("there is no NVRTC")))
     assert cli.main(["compile"]) == 1
     assert "error: there is no NVRTC" in capsys.readouterr().err
