@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from test_engines import set_version, write
@@ -27,14 +28,8 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Environment:
     works = dict(WORKING)
     monkeypatch.setattr(report, "collect", lambda: works)
     monkeypatch.setattr(report, "torch_build", lambda: None)
-    names = [
-        vllm.ENGINE.variable,
-        sglang.ENGINE.variable,
-        "VLLM_PLUGINS",
-        "SGLANG_PLUGINS",
-        "VLLM_BATCH_INVARIANT",
-    ]
-    for name in names:
+    engines = ("VLLM_PLUGINS", "SGLANG_PLUGINS", "VLLM_BATCH_INVARIANT")
+    for name in (vllm.ENGINE.variable, sglang.ENGINE.variable, *engines):
         monkeypatch.delenv(name, raising=False)
 
     def examine(
@@ -64,14 +59,6 @@ def rows(found: doctor.Diagnosis, section: str) -> dict[str, str]:
     return dict(found.sections[section])
 
 
-def test_without_engines(environment: Environment) -> None:
-    found = environment()
-    assert set(rows(found, "engines").values()) == {"not installed"}
-    assert rows(found, "flash_mla") == {"import flash_mla gives": "none", "distributions": "none"}
-    assert found.problems == [] and found.hints == []
-    assert {"packages", "GPU", "what works"} <= set(found.sections)
-
-
 def test_engines_that_are_not_switched_on(environment: Environment) -> None:
     found = environment(vllm="0.33.0", sglang="0.5.23", lmdeploy="0.12.0")
     engines = rows(found, "engines")
@@ -80,11 +67,10 @@ def test_engines_that_are_not_switched_on(environment: Environment) -> None:
     plug_ins = rows(found, "plug-ins")
     assert plug_ins["vLLM would replace"] == "nothing: RAWMLA_VLLM is not set"
     assert plug_ins["vLLM entry point"] == "rawmla.engines.vllm:register (vllm.general_plugins)"
-    assert plug_ins["SGLang entry point"] == "rawmla.engines.sglang:register (sglang.srt.plugins)"
-    assert found.problems == []
-    assert [hint.partition(":")[0] for hint in found.hints] == [
-        f"To use rawmla in {name}" for name in ("vLLM", "SGLang", "LMDeploy")
-    ]
+    assert rows(found, "flash_mla") == {"import flash_mla gives": "none", "distributions": "none"}
+    assert found.problems == [] and {"packages", "GPU", "what works"} <= set(found.sections)
+    hints = [hint.partition(":")[0] for hint in found.hints]
+    assert hints == [f"To use rawmla in {name}" for name in ("vLLM", "SGLang", "LMDeploy")]
 
 
 def test_engines_that_are_switched_on(environment: Environment) -> None:
@@ -146,12 +132,6 @@ def test_problems(
     assert any("see below" in text for text in replaced) == bool(variables)
 
 
-def require(name: str, version: str, *requirements: str) -> dict[str, str]:
-    """The metadata of a distribution that requires others."""
-    lines = [f"Name: {name}", f"Version: {version}", *(f"Requires-Dist: {text}" for text in requirements)]
-    return {f"{name}-{version}.dist-info/METADATA": "\n".join(["Metadata-Version: 2.1", *lines, ""])}
-
-
 @pytest.mark.parametrize(
     ("requirement", "torch", "pinned"),
     [
@@ -168,40 +148,44 @@ def test_a_torch_that_an_engine_does_not_take(
     environment: Environment, requirement: str, torch: str, pinned: bool
 ) -> None:
     """What `[cu12,torch]` leaves in the environment of an engine."""
-    found = environment(files=require("vllm", "0.33.0", "numpy", requirement), torch=torch)
-    assert len(found.problems) == pinned
-    if pinned:
-        text = found.problems[0]
-        assert text.startswith(f"vLLM 0.33.0 requires torch 2.14.0, and torch {torch} is installed")
-        assert "`pip install torch==2.14.0`" in text and '"PATH_OF_RAWMLA[cu13]"' in text
+    lines = ["Metadata-Version: 2.1", "Name: vllm", "Version: 0.33.0", f"Requires-Dist: {requirement}", ""]
+    found = environment(files={"vllm-0.33.0.dist-info/METADATA": "\n".join(lines)}, torch=torch)
+    text = f"vLLM 0.33.0 requires torch 2.14.0, and torch {torch} is installed"
+    assert [problem.startswith(text) for problem in found.problems] == [True] * pinned
+    assert all("`pip install torch==2.14.0`" in problem for problem in found.problems)
+
+
+NO_GPU = [("run kernels", "no: no driver"), ("torch tensors", "no: a CPU build")]
+CONFLICT = [*WORKING["packages"], ("conflict", "two of them")]
+NO_KERNELS, NO_TORCH = "Kernels cannot run: no driver", "torch cannot be used: a CPU build"
+ANOTHER_CUDA = "torch 2.14.0 is for CUDA 13.0, but rawmla was installed with"
 
 
 @pytest.mark.parametrize(
-    ("cupy", "cuda", "problem"),
+    ("versions", "cuda", "works", "problems"),
     [
-        ("cupy_cuda12x", "13.0", True),
-        ("cupy_cuda13x", "13.0", False),
-        ("cupy_cuda12x", "12.8", False),
-        ("cupy_cuda12x", None, False),
+        ({"cupy_cuda12x": "14.2.0"}, "13.0", {}, [ANOTHER_CUDA]),
+        ({"cupy_cuda13x": "14.2.0"}, "13.0", {}, []),
+        ({"cupy_cuda12x": "14.2.0"}, "12.8", {}, []),
+        ({"cupy_cuda12x": "14.2.0"}, None, {}, []),
+        ({"cupy_cuda12x": "14.2.0"}, "13.0", {"packages": CONFLICT}, ["two of them"]),
+        ({}, None, {"what works": NO_GPU}, [NO_KERNELS]),
+        ({"vllm": "0.33.0"}, None, {"what works": NO_GPU}, [NO_KERNELS, NO_TORCH]),
     ],
 )
-def test_a_torch_for_another_cuda(
-    environment: Environment, monkeypatch: pytest.MonkeyPatch, cupy: str, cuda: str | None, problem: bool
+def test_what_does_not_work_is_a_problem(
+    environment: Environment,
+    monkeypatch: pytest.MonkeyPatch,
+    versions: dict[str, str],
+    cuda: str | None,
+    works: dict[str, Any],
+    problems: list[str],
 ) -> None:
+    """torch matters where there is an engine, which works on its tensors."""
+    monkeypatch.setattr(report, "collect", lambda: {**WORKING, **works})
     monkeypatch.setattr(report, "torch_build", lambda: ("2.14.0", cuda))
-    found = environment(**{cupy: "14.2.0"})
-    assert len(found.problems) == problem
-    if problem:
-        assert found.problems[0].startswith("torch 2.14.0 is for CUDA 13.0, but rawmla was installed with")
-
-
-def test_libraries_of_two_cuda_versions_are_one_problem(
-    environment: Environment, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    works = {**WORKING, "packages": [*WORKING["packages"], ("conflict", "two of them")]}
-    monkeypatch.setattr(report, "collect", lambda: works)
-    monkeypatch.setattr(report, "torch_build", lambda: ("2.14.0", "13.0"))
-    assert environment(cupy_cuda12x="14.2.0").problems == ["two of them"]
+    found = environment(**versions).problems
+    assert [one.startswith(text) for one, text in zip(found, problems, strict=True)] == [True] * len(problems)
 
 
 @pytest.mark.parametrize("ours", [True, False])
@@ -227,19 +211,3 @@ def test_exit_status(
     monkeypatch.setattr(doctor, "examine", lambda: found._replace(hints=[]))
     assert cli.main(["doctor"]) == 0
     assert capsys.readouterr().out.endswith("what to do\n  nothing\n")
-
-
-@pytest.mark.parametrize("engine", [True, False])
-def test_what_does_not_work_is_a_problem(
-    environment: Environment, monkeypatch: pytest.MonkeyPatch, engine: bool
-) -> None:
-    """torch matters where there is an engine, which works on its tensors."""
-    works = {
-        **WORKING,
-        "what works": [("run kernels", "no: no driver"), ("torch tensors", "no: a CPU build")],
-    }
-    monkeypatch.setattr(report, "collect", lambda: works)
-    found = environment(**({"vllm": "0.33.0"} if engine else {}))
-    assert (
-        found.problems == ["Kernels cannot run: no driver", "torch cannot be used: a CPU build"][: 1 + engine]
-    )

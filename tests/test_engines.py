@@ -141,30 +141,31 @@ def test_nothing_happens_unless_asked_for(tree: Path, mode: str | None) -> None:
     assert got == {**UNPATCHED, "watchers": 0} and log == ""
 
 
+@pytest.mark.parametrize("version", ["0.33.0", "0.34.1"])
 @pytest.mark.parametrize(("code", "watchers"), [(BEFORE, 1), (AFTER, 0)], ids=["before", "after"])
-def test_patch(tree: Path, code: str, watchers: int) -> None:
-    """Whether the plug-in runs before vLLM's module is imported, or after it and what imports its names."""
-    got, log = run(tree, code)
-    assert got == {**PATCHED, "watchers": watchers} and log == ""
-
-
-def test_the_log_says_what_was_replaced(tree: Path) -> None:
-    _, log = run(tree, "logging.getLogger('vllm').setLevel('INFO'); " + BEFORE)
-    assert (
-        log.startswith("INFO rawmla: FlashMLASchedMeta, ") and "(vLLM 0.33.0)" in log and log.count("\n") == 1
-    )
+def test_patch(tree: Path, code: str, watchers: int, version: str) -> None:
+    """Whether the plug-in runs before vLLM's module is imported, or after it and what imports its names.
+    An unknown version with the same names is patched too.
+    """
+    set_version(tree, "vllm", version)
+    got, log = run(tree, "logging.getLogger('vllm').setLevel('INFO'); " + code)
+    assert got == {**PATCHED, "watchers": watchers}
+    assert log.startswith("INFO rawmla: FlashMLASchedMeta, ") and f"(vLLM {version})" in log
+    assert log.count("\n") == 1
 
 
 def test_register_may_be_called_again(tree: Path) -> None:
+    """vLLM's own functions stay known. Its plans are objects, whatever other callers of flash_mla get."""
     code = (
         "from rawmla.engines import vllm\nvllm.register(); vllm.register(); first = state()\n"
-        "vllm.register(); second = state()\n"
-        "originals = sys.modules[vllm.ENGINE.module].__rawmla_originals__\n"
-        "print(json.dumps([first, second, [f.__module__ for f in originals.values()]]))"
+        "vllm.register(); interface = sys.modules[vllm.ENGINE.module]\n"
+        "plan, _ = interface.get_mla_metadata(1, 2, 1, is_fp8_kvcache=True)\n"
+        "originals = {f.__module__ for f in interface.__rawmla_originals__.values()}\n"
+        "print(json.dumps([first, state(), [*originals], type(plan).__name__]))"
     )
-    (first, second, originals), log = run(tree, code)
+    (first, second, originals, plan), log = run(tree, code, RAWMLA_FLASH_MLA_API="tensors")
     assert first == second == {**PATCHED, "watchers": 1} and log == ""
-    assert set(originals) == {vllm.ENGINE.module}
+    assert originals == [vllm.ENGINE.module] and plan == "FlashMLASchedMeta"
 
 
 def test_register_is_cheap(tree: Path) -> None:
@@ -178,12 +179,6 @@ def test_register_is_cheap(tree: Path) -> None:
     heavy = ("torch", "cupy", "cuda", "vllm", "numpy", "rawmla.mla", "rawmla.compat", "rawmla.jit")
     assert not [name for name in loaded if name.startswith(heavy)]
     assert seconds < 0.5
-
-
-def test_an_unknown_version_with_the_same_names_is_patched(tree: Path) -> None:
-    set_version(tree, "vllm", "0.34.1")
-    got, log = run(tree, BEFORE)
-    assert got == {**PATCHED, "watchers": 1} and log == ""
 
 
 @pytest.mark.parametrize(
@@ -209,53 +204,27 @@ def test_an_unknown_version_with_other_names_is_left_alone(tree: Path, old: str,
     assert log.count("WARNING") == 1 and "vLLM 0.34.1" in log and f": {name}. Unset RAWMLA_VLLM" in log
 
 
-def test_a_build_without_metadata_is_an_unknown_version(tree: Path) -> None:
-    (tree / "vllm-0.33.0.dist-info" / "METADATA").unlink()
-    got, _ = run(tree, BEFORE)
-    assert got == {**PATCHED, "watchers": 1}
+NO_PLATFORM = INTERFACE.format(decode=DECODE).replace("from vllm.platforms import current_platform\n", "")
 
 
-def test_plans_of_vllm_are_objects_whatever_other_callers_get(tree: Path) -> None:
-    code = (
-        "from rawmla.engines.vllm import register; register(); import vllm.v1.attention.ops.flashmla as m\n"
-        "print(json.dumps([type(x).__name__ for x in m.get_mla_metadata(1, 2, 1, is_fp8_kvcache=True)]))"
-    )
-    got, _ = run(tree, code, RAWMLA_FLASH_MLA_API="tensors")
-    assert got == ["FlashMLASchedMeta", "NoneType"]
-
-
-def test_a_wrong_variable_is_a_warning(tree: Path) -> None:
-    got, log = run(tree, BEFORE, RAWMLA_FLASH_MLA_API="nonsense")
-    assert got == {**UNPATCHED, "watchers": 1}
-    assert log.count("WARNING") == 1 and "RAWMLA_FLASH_MLA_API" in log
-
-
-def test_what_fails_in_an_unknown_version_is_a_warning(tree: Path) -> None:
+@pytest.mark.parametrize(
+    ("mode", "files", "variables", "text"),
+    [
+        ("patch", {}, {"RAWMLA_FLASH_MLA_API": "nonsense"}, "RAWMLA_FLASH_MLA_API: expected"),
+        ("patch", {"ops/flashmla.py": NO_PLATFORM}, {}, "vLLM is left as it is. AttributeError: "),
+        ("patch", {}, {"FAMILY": "100"}, "vLLM is left as it is. rawmla's kernels are for Hopper"),
+        ("pach", {}, {}, "RAWMLA_VLLM: expected one of patch, backend, got 'pach'"),
+    ],
+    ids=["variable", "version", "GPU", "mode"],
+)
+def test_what_cannot_be_is_a_warning(
+    tree: Path, mode: str, files: dict[str, str], variables: dict[str, str], text: str
+) -> None:
     set_version(tree, "vllm", "0.34.1")
-    text = INTERFACE.format(decode=DECODE).replace("from vllm.platforms import current_platform\n", "")
-    write(tree, {"vllm/v1/attention/ops/flashmla.py": text})
-    got, log = run(tree, BEFORE)
-    assert got == {**UNPATCHED, "watchers": 1}
-    assert log.count("WARNING rawmla: vLLM is left as it is. AttributeError: ") == 1
-
-
-def test_backends_that_cannot_be_registered_are_a_warning(tree: Path) -> None:
-    write(tree, {"vllm/v1/attention/backends/registry.py": "raise OSError('no library')\n"})
-    got, log = run(tree, BEFORE, "backend")
-    assert got == {**PATCHED, "watchers": 1}
-    assert "vLLM's attention backends are left as they are. OSError: no library" in log
-
-
-def test_another_gpu_is_left_alone(tree: Path) -> None:
-    got, log = run(tree, BEFORE, FAMILY="100")
-    assert got == {**UNPATCHED, "watchers": 1}
-    assert log.count("WARNING rawmla: vLLM is left as it is. rawmla's kernels are for Hopper") == 1
-
-
-def test_a_wrong_mode_is_named(tree: Path) -> None:
-    got, log = run(tree, BEFORE, "pach")
-    assert got == {**UNPATCHED, "watchers": 0}
-    assert "RAWMLA_VLLM: expected one of patch, backend, got 'pach'" in log
+    write(tree, {f"vllm/v1/attention/{name}": content for name, content in files.items()})
+    got, log = run(tree, BEFORE, mode, **variables)
+    assert got == {**UNPATCHED, "watchers": int(mode == "patch")}
+    assert log.count("WARNING") == 1 and text in log
 
 
 SPAWN = """\
@@ -286,24 +255,30 @@ def test_children_are_patched(tree: Path, method: str) -> None:
     assert got == {**PATCHED, "watchers": 1}
 
 
-BACKEND = """\
-from rawmla.engines.vllm import register; register(); register()
-from vllm.v1.attention.backends.registry import overrides
-print(json.dumps([state()["ours"], overrides]))
-"""
-
-
-def test_backend(tree: Path) -> None:
-    (ours, overrides), log = run(tree, BACKEND, "backend")
-    assert ours == list(vllm.ENGINE.replaced) and overrides == vllm.BACKENDS and log == ""
-
-
-def test_backend_needs_a_tested_version(tree: Path) -> None:
-    set_version(tree, "vllm", "0.34.1")
-    (ours, overrides), log = run(tree, BACKEND, "backend")
-    assert ours == list(vllm.ENGINE.replaced) and overrides == {}
-    assert log.count("WARNING rawmla: vLLM's attention backends are left as they are.") == 1
-    assert log.count("WARNING") == 1 and "use RAWMLA_VLLM=patch" in log
+@pytest.mark.parametrize(
+    ("version", "broken", "text"),
+    [
+        ("0.33.0", False, ""),
+        ("0.34.1", False, "use RAWMLA_VLLM=patch"),
+        ("0.33.0", True, "OSError: no library"),
+    ],
+)
+def test_backends(tree: Path, version: str, broken: bool, text: str) -> None:
+    """Those of a tested version are registered too; elsewhere the log says why not."""
+    set_version(tree, "vllm", version)
+    if broken:
+        write(
+            tree, {"vllm/v1/attention/backends/registry.py": "overrides = {}\nraise OSError('no library')\n"}
+        )
+    code = (
+        "from rawmla.engines.vllm import register; register(); register(); found = state()['ours']\n"
+        "registry = sys.modules.get('vllm.v1.attention.backends.registry')\n"
+        "print(json.dumps([found, registry.overrides if registry else {}]))"
+    )
+    (ours, overrides), log = run(tree, code, "backend")
+    assert ours == list(vllm.ENGINE.replaced) and overrides == ({} if text else vllm.BACKENDS)
+    assert log.count("WARNING rawmla: vLLM's attention backends are left as they are.") == bool(text)
+    assert log.count("WARNING") == bool(text) and text in log
 
 
 @pytest.mark.parametrize("plug_in", [vllm, sglang])
@@ -363,44 +338,37 @@ def test_sglang_is_hooked_once(sglang_tree: Path) -> None:
     assert hooks == HOOKED and imported and log == ""
 
 
-@pytest.mark.parametrize("mode", ["", "backend"])
-def test_sglang_is_left_alone(sglang_tree: Path, mode: str) -> None:
-    (hooks, imported), log = run(sglang_tree, SGLANG_CODE, RAWMLA_SGLANG=mode)
-    assert hooks == [] and not imported
-    assert ("RAWMLA_SGLANG: expected patch, got 'backend'" in log) == bool(mode)
-
-
-def test_an_unknown_sglang_with_other_parameters_is_left_alone(sglang_tree: Path) -> None:
-    pytest.importorskip("torch")
-    set_version(sglang_tree, "sglang", "0.6.0")
-    path = sglang_tree / (sglang.ENGINE.module.replace(".", "/") + ".py")
-    path.write_text(SGLANG.replace("kv_format", "layout"))
-    (hooks, _), log = run(sglang_tree, SGLANG_CODE, RAWMLA_SGLANG="patch")
-    assert hooks == [] and "parameters: flash_mla_with_kvcache. Unset RAWMLA_SGLANG" in log
-
-
-def test_an_sglang_that_cannot_be_imported_is_left_alone(sglang_tree: Path) -> None:
-    pytest.importorskip("torch")
-    path = sglang_tree / (sglang.ENGINE.module.replace(".", "/") + ".py")
-    path.write_text("import no_such_module\n")
-    (hooks, _), log = run(sglang_tree, SGLANG_CODE, RAWMLA_SGLANG="patch")
-    assert hooks == [] and "cannot be imported: No module named 'no_such_module'" in log
+INTERFACE_OF_SGLANG = sglang.ENGINE.module.replace(".", "/") + ".py"
 
 
 @pytest.mark.parametrize(
-    ("name", "text"),
+    ("mode", "files", "text"),
     [
-        (sglang.ENGINE.module.replace(".", "/") + ".py", "raise OSError('no library')\n"),
-        ("sglang/srt/plugins/hook_registry.py", "HookRegistry = None\n"),
+        ("", {}, ""),
+        ("backend", {}, "RAWMLA_SGLANG: expected patch, got 'backend'"),
+        (
+            *("patch", {INTERFACE_OF_SGLANG: SGLANG.replace("kv_format", "layout")}),
+            "parameters: flash_mla_with_kvcache. Unset RAWMLA_SGLANG",
+        ),
+        (
+            *("patch", {INTERFACE_OF_SGLANG: "import no_such_module\n"}),
+            "cannot be imported: No module named 'no_such_module'",
+        ),
+        ("patch", {INTERFACE_OF_SGLANG: "raise OSError('no library')\n"}, "SGLang is left as it is. "),
+        ("patch", {"sglang/srt/plugins/hook_registry.py": "HookRegistry = None\n"}, "is left as it is. "),
     ],
-    ids=["module", "registry"],
 )
-def test_what_fails_in_sglang_is_a_warning(sglang_tree: Path, name: str, text: str) -> None:
+def test_sglang_is_left_alone(sglang_tree: Path, mode: str, files: dict[str, str], text: str) -> None:
     pytest.importorskip("torch")
-    write(sglang_tree, {name: text})
-    code = "from rawmla.engines.sglang import register; register(); print(json.dumps(1))"
-    _, log = run(sglang_tree, code, RAWMLA_SGLANG="patch")
-    assert log.count("rawmla: SGLang is left as it is. ") == 1
+    set_version(sglang_tree, "sglang", "0.6.0")
+    write(sglang_tree, files)
+    code = (
+        "from rawmla.engines.sglang import register; register()\n"
+        "registry = sys.modules.get('sglang.srt.plugins.hook_registry')\n"
+        "print(json.dumps(getattr(registry and registry.HookRegistry, 'hooks', [])))"
+    )
+    hooks, log = run(sglang_tree, code, RAWMLA_SGLANG=mode)
+    assert hooks == [] and text in log and log.count("rawmla: ") == bool(text)
 
 
 def test_fp8_dense_decoding_stays_with_sglang(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,6 @@
 """The examples of README and docs/examples.md, and README's commands, are what they claim to be."""
 
 import re
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +49,10 @@ def test_every_python_block_is_run() -> None:
 
 
 def test_examples_on_the_reference() -> None:
-    """The examples run without a GPU as docs/examples.md says, except the one of flex attention."""
+    """The examples run without a GPU as docs/examples.md says, except the one of flex attention.
+
+    Shapes are as the comments say; results are finite, but for the request without tokens.
+    """
     torch = pytest.importorskip("torch")
     text = block_after("example") + "".join(block_after(marker, LONGER) for marker in FURTHER)
     for old, new in (
@@ -66,23 +68,6 @@ def test_examples_on_the_reference() -> None:
         text = text.replace(old, new)
     names: dict[str, Any] = {}
     exec(compile(text, "README.md", "exec"), names)
-    check_examples(torch, names)
-
-
-def test_examples_on_the_gpu() -> None:
-    reason = missing_hopper_reason()
-    if reason is not None:
-        pytest.skip(reason)
-    torch = pytest.importorskip("torch")
-    names: dict[str, Any] = {}
-    exec(compile(block_after("example"), "README.md", "exec"), names)
-    for marker in FURTHER:
-        exec(compile(block_after(marker, LONGER), "docs/examples.md", "exec"), names)
-    check_examples(torch, names)
-
-
-def check_examples(torch: Any, names: dict[str, Any]) -> None:
-    """Check shapes against the comments, and that results are finite, but for the request without tokens."""
     tokens, dense_tokens = names["queries"].shape[0], names["q"].shape[1]
     shapes = {
         "out": (4, 1, 128, 512),
@@ -122,13 +107,9 @@ def test_flex_example_on_the_gpu() -> None:
     assert float((names["flex_out"] - want).norm() / want.norm()) < 2.0**-9
 
 
-def test_commands_are_one_line_each() -> None:
-    for marker in ("command: bench", "command: test"):
-        assert len(block_after(marker).strip().splitlines()) == 1
-    assert shlex.split(block_after("command: bench")) == ["bash", "scripts/bench.sh"]
-    assert shlex.split(block_after("command: test")) == ["bash", "scripts/test.sh"]
-
-
-def test_ci_runs_the_readmes_test_command() -> None:
+def test_commands() -> None:
+    """A line each; the check without a GPU runs the one of the tests."""
+    for name in ("bench", "test"):
+        assert block_after(f"command: {name}") == f"bash scripts/{name}.sh\n"
     script = (ROOT / ".ci" / "run").read_text()
     assert "<!-- command: $1 -->" in script and "readme_command test\n" in script

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 from calls.fakes import FakeArray, make_world
-from contract_calls import Call, Recorded, attention_calls, functions_of, recorded
+from contract_calls import Recorded, attention_calls, functions_of, recorded
 
-from rawmla import reference
 from rawmla.mla.plan import FlashMLASchedMeta
 
 torch = pytest.importorskip("torch")
@@ -85,76 +84,3 @@ def test_the_views_are_taken_as_they_are(record: Recorded, monkeypatch: pytest.M
     assert len(world.decodes) + len(world.sparse) == 1
     given = arguments.get("out")
     assert given is None or results[0] is given
-
-
-def _small(record: Recorded) -> bool:
-    """Of a size that the reference in NumPy computes within seconds."""
-    q = record.arguments["q"]
-    q = (q[0] if isinstance(q, list) else q)["shape"]
-    indices = record.arguments.get("indices")
-    keys = 1024 if indices is None else indices["shape"][-1]
-    rows = 1
-    for n in q[:-1]:
-        rows *= n
-    return rows * keys <= 400_000
-
-
-SMALL = [record for record in attention_calls() if _small(record)]
-
-
-class Reference:
-    """The functions by FlashMLA's names, computed by `rawmla.reference`."""
-
-    FlashMLASchedMeta = FlashMLASchedMeta
-
-    @staticmethod
-    def get_mla_decoding_metadata(lengths: Any, *arguments: Any) -> tuple[Any, Any]:
-        """Arrays of the right shapes, which the reference does not read."""
-        return torch.zeros(66, 8, dtype=torch.int32), torch.zeros(len(lengths) + 1, dtype=torch.int32)
-
-    @staticmethod
-    def flash_mla_with_kvcache(*values: Any, **arguments: Any) -> Any:
-        names = list(inspect.signature(reference.flash_mla_with_kvcache).parameters)
-        arguments |= dict(zip(names, values, strict=False))
-        arguments |= {"q": whole(arguments["q"]), "tile_scheduler_metadata": None}
-        for name in ("use_legacy", "kv_format", "descale_q", "descale_k"):
-            arguments.pop(name, None)
-        return reference.flash_mla_with_kvcache(**arguments)
-
-    @staticmethod
-    def flash_mla_sparse_fwd(q: Any = None, *values: Any, **arguments: Any) -> Any:
-        for name in ("use_legacy", "enable_batch_invariant"):
-            arguments.pop(name, None)
-        if "log_base" not in arguments:
-            arguments["log_base"] = "2" if arguments.pop("return_log2_lse", None) else "e"
-        return reference.flash_mla_sparse_fwd(whole(q), *values, **arguments)
-
-
-def whole(q: Any) -> Any:
-    """A query whose parts may lie apart."""
-    return torch.cat(q, dim=-1) if isinstance(q, tuple) else q
-
-
-@pytest.mark.parametrize("record", SMALL, ids=[record.id for record in SMALL])
-def test_replay_on_the_reference(record: Recorded) -> None:
-    """What tests/gpu/test_engine_contracts.py does, with both references: views, values and comparison."""
-    call = Call(record, Reference, "cpu", exact_keys=True)
-    for name, recorded_as in record.arguments.items():
-        parts = recorded_as if isinstance(recorded_as, list) else [recorded_as]
-        views = call.q_parts if name == "q" else (call.arguments[name],)
-        for given, view in zip(parts, views, strict=True):
-            if not isinstance(given, dict) or "shape" not in given:
-                continue
-            assert (list(view.shape), list(view.stride())) == (given["shape"], given["strides"])
-            assert view.storage_offset() == given["offset"]
-    call.check(call.run())
-
-
-def test_a_write_outside_out_is_noticed() -> None:
-    record = next(r for r in attention_calls() if r.arguments.get("out") is not None and _small(r))
-    call = Call(record, Reference, "cpu", exact_keys=True)
-    got = call.run()
-    call.check(got)
-    call.parents["out"][-1] = 0
-    with pytest.raises(AssertionError, match="outside"):
-        call.check(got)

@@ -29,6 +29,7 @@ from operators import (  # noqa: E402
     copies,
     cpu_call,
     fixed,
+    id_of,
     int32,
     operator_call,
     tensors,
@@ -63,13 +64,6 @@ def _nothing_compiled() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def each(pairs: list[Any]) -> Any:
-    """A test for each pair of an operation and a case."""
-    return pytest.mark.parametrize(
-        "pair", pairs, ids=lambda pair: f"{pair[0].name}-{pair[0].cases.index(pair[1])}"
-    )
-
-
 def assert_equal(got: Any, want: Any) -> None:
     """Tuples of tensors that are equal in shape, dtype and every number."""
     for one, other in zip(got, want, strict=True):
@@ -85,27 +79,6 @@ def dense(b: int = 3, s_q: int = 2, h_q: int = 4) -> dict[str, Any]:
         "k_cache": make(2 * b + 1, PAGE, 1, 576),
         "block_table": int32([[2 * i + 1, 2 * i] for i in range(b)]).reshape(b, 2),
         "cache_seqlens": int32([(11 * i) % (2 * PAGE + 1) for i in range(b)]),
-    }
-
-
-def prefix(own: tuple[int, ...]) -> dict[str, Any]:
-    """The arguments of `context_attention_fwd` of requests with these numbers of new tokens."""
-    make, b, tokens = tensors(), len(own), sum(own) + 1  # the last row is of no request
-    return {
-        "q": make(tokens, 4, 24),
-        "k": make(tokens, 2, 24),
-        "v": make(tokens, 2, 24),
-        "o": torch.zeros(tokens, 4, 24, dtype=torch.bfloat16),
-        "kv_cache_dtype": "auto",
-        "k_cache": make(3 * b, 2, 3, PAGE, 8),
-        "v_cache": make(3 * b, 2, 24, PAGE),
-        "b_loc": torch.arange(3 * b, dtype=torch.int32).reshape(b, 3),
-        "b_start_loc": int32([sum(own[:i]) for i in range(b + 1)]),
-        "b_seq_len": int32([new + 5 * (i % 3) for i, new in enumerate(own)]),
-        "max_seq_len": None,
-        "max_input_len": tokens,
-        "k_scale": 1.0,
-        "v_scale": 1.0,
     }
 
 
@@ -142,7 +115,7 @@ def first_calls() -> dict[str, tuple[Any, tuple[Any, ...]]]:
     return {op.name().removeprefix("rawmla::"): (op, args) for op, args in reversed(recorder.calls)}
 
 
-@each(CASES)
+@pytest.mark.parametrize("pair", CASES, ids=id_of)
 def test_operators(pair: tuple[Operation, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU kernels are the reference with its arguments in their places; then torch's checks."""
     operation, case = pair
@@ -181,7 +154,7 @@ def test_the_page_has_every_operator() -> None:
     assert {*named} == {*NAMES}
 
 
-@each(CASES)
+@pytest.mark.parametrize("pair", CASES, ids=id_of)
 def test_compiled(pair: tuple[Operation, Any]) -> None:
     """Each public function in one graph, with all that it writes."""
     operation, case = pair
@@ -210,7 +183,7 @@ NOT_REFUSED_SO = ("cache on the CPU", "no parts", "a tensor of parts")
 
 
 @pytest.mark.parametrize("kind", ("CPU", "fake"))
-@each(FIRST_CASES)
+@pytest.mark.parametrize("pair", FIRST_CASES, ids=id_of)
 def test_checks_of_the_public_function(pair: tuple[Operation, Any], kind: str) -> None:
     """The errors of eager calls: a wrong dtype of each array, and what the operation refuses besides."""
     operation, case = pair
@@ -276,20 +249,6 @@ def decode_wanted(made: dict[str, Any], **keywords: Any) -> tuple[Any, Any]:
     return out * 2, lse
 
 
-@pytest.mark.parametrize("batch_invariant", (False, True))
-def test_compiled_plan_of_an_empty_object(batch_invariant: bool) -> None:
-    made = dense()
-    filled = rawmla.FlashMLASchedMeta()
-
-    def step(q: Any, k_cache: Any, block_table: Any, cache_seqlens: Any) -> tuple[Any, Any]:
-        rawmla.get_mla_metadata(cache_seqlens, 8, 1, 4, out=filled, enable_batch_invariant=batch_invariant)
-        return rawmla.flash_mla_with_kvcache(q, k_cache, block_table, cache_seqlens, 512, filled, causal=True)
-
-    want = reference.flash_mla_with_kvcache(**made, causal=True)
-    assert_equal(torch.compile(step, fullgraph=True, backend="aot_eager")(**made), want)
-    assert filled.config is not None and filled.config.enable_batch_invariant is batch_invariant
-
-
 def test_what_is_no_plan_is_named() -> None:
     made = dense()
     with FakeTensorMode() as mode:
@@ -297,15 +256,6 @@ def test_what_is_no_plan_is_named() -> None:
         for given in (None, rawmla.FlashMLASchedMeta, (None, None)):
             with pytest.raises(TypeError, match="^tile_scheduler_metadata: expected a FlashMLASchedMeta or "):
                 rawmla.flash_mla_with_kvcache(*fakes, 512, given)
-
-
-@pytest.mark.parametrize("pair", (False, True))
-def test_compiled_decode(pair: bool) -> None:
-    made = dense()
-    given = made | {"q": (made["q"][..., :-64].clone(), made["q"][..., -64:])} if pair else made
-    assert_equal(
-        torch.compile(decode_step, fullgraph=True, backend="aot_eager")(**given), decode_wanted(made)
-    )
 
 
 @AND_INDUCTOR
@@ -332,92 +282,15 @@ def test_compiled_call_with_tensor_plan_and_out(backend: str) -> None:
     assert np.array_equal(given[0], reference.plan(made["cache_seqlens"], 5).tensor_rows)
 
 
-@AND_INDUCTOR
-def test_compiled_sparse_step(backend: str) -> None:
-    """Write, convert, decode, merge: what one layer of sparse attention does."""
-
-    def step(
-        api: Any, kv_c: Any, k_pe: Any, kv_cache: Any, slots: Any, positions: Any, table: Any, q: Any
-    ) -> Any:
-        api.write_kv_cache(kv_c, k_pe, kv_cache, slots)
-        indices, lengths = api.convert_indices(positions, table, PAGE, compact=True)
-        made, _ = api.get_mla_metadata()
-        out, lse = api.flash_mla_with_kvcache(
-            q,
-            kv_cache,
-            None,
-            None,
-            512,
-            made,
-            is_fp8_kvcache=True,
-            indices=indices,
-            topk_length=lengths[:, 0],
-        )
-        rows = torch.zeros(40, 576, dtype=torch.bfloat16)
-        seqlens = torch.full((3,), 20, dtype=torch.int32)
-        api.gather_kv_cache(kv_cache, table, seqlens, rows, workspace_starts=seqlens - 20)
-        kv = api.dequantize_k_cache(kv_cache, "v32").view(-1, 1, 576)
-        again, top, prefill_lse = api.flash_mla_sparse_fwd(q[:, 0], kv, indices, 0.05, log_base="e")
-        merged, merged_lse = api.merge_attn_states([out[:, 0], again], [lse[:, :, 0], prefill_lse])
-        copied = api.quantize_k_cache(kv.view(-1, PAGE, 1, 576), "v32")
-        return out, lse, rows, again, top, merged, merged_lse, copied
-
-    make = tensors(seed=3)
-    generator = torch.Generator().manual_seed(4)
-    positions = torch.randint(-3, 2 * PAGE, (3, 1, 64), dtype=torch.int32, generator=generator)
-    table, slots = int32([[1, 0], [3, 2], [0, 3]]), torch.tensor([3, -1, 40])
-    given = (
-        make(3, 512),
-        make(3, 64),
-        reference.quantize_k_cache(tensors(seed=1)(4, PAGE, 1, 576), "v32"),
-        slots,
-        positions,
-        table,
-        make(3, 1, 4, 576),
-    )
-    copies = [x.clone() for x in given]
-    got = compiled_by(backend, step)(rawmla, *given)
-    assert_equal(got, step(reference, *copies))
-    assert_equal(given, copies)
-
-
-@pytest.mark.parametrize("dynamic", (True, None))
-def test_batches(dynamic: bool | None) -> None:
-    """torch makes graphs of their own for batches of 0 and 1; all others share one, but for the first."""
-    counter = CompileCounterWithBackend("aot_eager")
-    step = torch.compile(decode_step, fullgraph=True, backend=counter, dynamic=dynamic)
-    for b in (3, 17, 5, 1):
-        made = dense(b, s_q=1, h_q=2)
-        assert_equal(step(**made), decode_wanted(made))
-    assert counter.frame_count <= (2 if dynamic else 3)
-
-
-def prefill(tokens: int, rows: int, topk: int) -> dict[str, Any]:
-    """The arguments of `flash_mla_sparse_fwd`."""
-    generator = torch.Generator().manual_seed(5)
-    indices = torch.randint(-1, rows, (tokens, 1, topk), dtype=torch.int32, generator=generator)
-    q, kv = tensors()(tokens, 2, 576), tensors(seed=1)(rows, 1, 576)
-    return {"q": q, "kv": kv, "indices": indices, "sm_scale": 0.05}
-
-
-SIZES = {
-    "flash_mla_sparse_fwd": (prefill, ((3, 20, 64), (17, 9, 70), (2, 40, 5))),
-    "flash_attn_varlen_func": (lambda *tokens: varlen(tokens), ((9, 13), (20, 7), (5, 64))),
-    "context_attention_fwd": (lambda *own: prefix(own), ((3, 1, 0, 5), (7, 2, 1, 1), (1, 20, 4, 2))),
-}
-
-
-@pytest.mark.parametrize("function", SIZES)
-def test_sizes_share_a_graph(function: str) -> None:
+def test_sizes_share_a_graph() -> None:
     """Also the first and the last: the first call may compile twice, as torch tries its floats as inputs."""
     counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(getattr(rawmla, function), fullgraph=True, backend=counter, dynamic=True)
-    make, sizes = SIZES[function]
+    compiled = torch.compile(rawmla.flash_mla_sparse_fwd, fullgraph=True, backend=counter, dynamic=True)
     counts = []
-    for size in sizes:
-        made, same = make(*size), make(*size)
-        got, want = compiled(**made), getattr(reference, function)(**same)
-        assert_equal(*((made["o"],), (want,)) if got is None else (got, want))
+    for tokens, rows, topk in ((3, 20, 64), (17, 9, 70), (2, 40, 5)):
+        indices = torch.arange(tokens * topk, dtype=torch.int32).view(tokens, 1, topk) % (rows + 1) - 1
+        given = tensors()(tokens, 2, 576), tensors(seed=1)(rows, 1, 576), indices, 0.05
+        assert_equal(compiled(*given), reference.flash_mla_sparse_fwd(*given))
         counts.append(counter.frame_count)
     assert counts[1] == counts[2]
 
@@ -513,18 +386,6 @@ class TestPlanObject:
             )(dense())
 
 
-def test_wrong_argument_of_a_compiled_call() -> None:
-    made = dense()
-    made["k_cache"] = made["k_cache"].half()
-    with pytest.raises(Exception, match="k_cache: expected dtype bfloat16, the dtype of q, got float16"):
-        torch.compile(decode_step, fullgraph=True, backend="aot_eager")(**made)
-
-
-def test_no_graph_breaks() -> None:
-    explained = torch._dynamo.explain(decode_step)(**dense())
-    assert explained.graph_count == 1 and explained.graph_break_count == 0
-
-
 @pytest.mark.parametrize("strict", (True, False))
 def test_export(strict: bool) -> None:
     """With a dynamic batch; saved and loaded again."""
@@ -589,18 +450,6 @@ def test_make_fx(kind: str) -> None:
     assert_equal(graph(*made.values()), decode_wanted(made))
 
 
-@pytest.mark.parametrize("device", ("cpu", "cuda"))
-def test_fake_mode(device: str) -> None:
-    made = dense()
-    with FakeTensorMode(), warnings.catch_warnings():
-        warnings.simplefilter("error")
-        fakes = {name: torch.empty(x.shape, dtype=x.dtype, device=device) for name, x in made.items()}
-        out, lse = decode_step(**fakes)
-    assert out.device == lse.device == fakes["q"].device
-    assert (out.shape, lse.shape) == ((3, 2, 4, 512), (3, 4, 2))
-    assert (out.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
-
-
 class Wrapper(torch.Tensor):  # type: ignore[misc]
     """A tensor whose class answers operators."""
 
@@ -662,19 +511,6 @@ def test_compiled_without_gradients(context: Callable[[], Any]) -> None:
     with context():
         got = torch.compile(decode_step, fullgraph=True, backend="aot_eager")(**made)
         assert_equal(got, decode_wanted(made))
-
-
-def test_functional_gradients() -> None:
-    op, (q, *others) = decode_operator()
-
-    def function(q: Any) -> Any:
-        return op(q, *others)[0].float().sum()
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, when it loads forward mode
-        for transform in (lambda: torch.func.grad(function)(q), lambda: torch.func.jvp(function, (q,), (q,))):
-            with pytest.raises(NotImplementedError, match="^rawmla::decode has no derivative: q: "):
-                transform()
 
 
 @pytest.mark.skipif(
@@ -794,34 +630,21 @@ def test_what_has_no_gradient() -> None:
 
 
 @AND_INDUCTOR
-@pytest.mark.parametrize(
-    "form", full_unless(lambda form: form in ("fixed", "qkv"), ("fixed", "varlen", "qkv", "kv"))
-)
+@pytest.mark.parametrize("form", ("fixed", "qkv"))
 def test_compiled_training(backend: str, form: str) -> None:
     """A step that differentiates a loss of out and lse; its gradients are those that eager operators give."""
     make, lengths = tensors(seed=8), int32([0, 4, 4, 9])
     leaves = {
         "fixed": {"q": make(2, 3, 4, 40), "k": make(2, 5, 2, 40), "v": make(2, 5, 2, 24)},
-        "varlen": {"q": make(9, 4, 40), "k": make(9, 2, 40), "v": make(9, 2, 24)},
         "qkv": {"qkv": make(9, 3, 4, 40)},
-        "kv": {"q": make(9, 4, 40), "kv": make(9, 2, 64)},
     }[form]
     leaves["attn_sink"] = torch.linspace(-1, 1, 4)
 
     def step(leaves: dict[str, Any]) -> Any:
         if form == "fixed":
             out, lse = rawmla.flash_attn_func(**leaves, causal=True)
-        elif form == "varlen":
-            out, lse = rawmla.flash_attn_varlen_func(
-                **leaves, cu_seqlens_qo=lengths, cu_seqlens_kv=lengths, max_seqlen_qo=5, max_seqlen_kv=5
-            )
-        elif form == "qkv":
-            out, lse = rawmla.flash_attn_varlen_qkvpacked_func(**leaves, cu_seqlens=lengths, max_seqlen=5)
         else:
-            out, lse = rawmla.flash_attn_varlen_kvpacked_func(
-                **leaves, cu_seqlens_q=lengths, cu_seqlens_k=lengths, max_seqlen_q=5, max_seqlen_k=5,
-                head_dim_qk=40,
-            )  # fmt: skip
+            out, lse = rawmla.flash_attn_varlen_qkvpacked_func(**leaves, cu_seqlens=lengths, max_seqlen=5)
         return (out.float() * torch.linspace(-1, 1, out.numel()).view(out.shape)).sum() + lse.square().sum()
 
     results = []

@@ -76,12 +76,11 @@ def functions_of(record: Recorded) -> Any:
 class Call:
     """A recorded call with memory of its own; `fill` gives it new values in place."""
 
-    def __init__(self, record: Recorded, module: Any, device: str, *, exact_keys: bool = False) -> None:
+    def __init__(self, record: Recorded, module: Any, device: str) -> None:
         import torch
 
         self.record = record
         self.module = module  # the functions by FlashMLA's names
-        self.exact_keys = exact_keys  # it multiplies keys that are not rounded to bfloat16
         self.device = device
         self.parents: dict[str, Any] = {}
         self.arguments = {name: self._placed(name, value) for name, value in record.arguments.items()}
@@ -263,7 +262,7 @@ class Call:
             out, top, lse = torch_reference.sparse_prefill(inputs, a["sm_scale"])
             unit = 1.0 if a.get("return_log2_lse") or a.get("log_base") == "2" else log(2.0)
             return out, top * unit, lse * unit
-        rounded = not (self.exact_keys or layout == "v32" and a["q"].shape[2] <= FEW_HEADS)
+        rounded = layout != "v32" or a["q"].shape[2] > FEW_HEADS
         out, lse = torch_reference.sparse_decode(inputs, a["softmax_scale"], rounded_keys=rounded)
         if inputs.attn_sink is not None:
             out = torch_reference.apply_sink(out, lse, inputs.attn_sink)
