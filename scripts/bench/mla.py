@@ -1,7 +1,6 @@
 """The cases of MLA: dense and sparse decoding, sparse prefill, and the plan of a decoding step."""
 
 import random
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -465,12 +464,3 @@ def time_metadata(case: MetadataCase, rounds: int, replays: int, sustain_seconds
     lengths = DecodeCase("", case.b, 1, 4096, 128, "bf16", varlen=True).lengths()
     us = _time_plan(replays, torch.tensor(lengths, dtype=torch.int32, device="cuda"), 128, 1, 128)
     return {"case": case.id, "us": us, "unrested_us": us}
-
-
-def host_call() -> Callable[[], Any]:
-    """Return an eager decode call on a small case, with a plan."""
-    case = DecodeCase("", 2, 1, 1024, 16, "bf16")
-    inputs = case.make_inputs()
-    plan = rawmla.get_mla_metadata(*case.plan_arguments(inputs))
-    arguments = inputs.q, inputs.k_cache, inputs.block_tables[0], inputs.cache_seqlens, D_V, *plan
-    return lambda: rawmla.flash_mla_with_kvcache(*arguments)

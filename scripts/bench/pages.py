@@ -117,7 +117,6 @@ def bench_texts(parts: Sequence[record.Part]) -> list[str]:
     for part in parts:
         if part["stage"] == "bench":
             said = [tables.describe_ceilings(part["ceilings"])]
-            said += [tables.describe_host(part["host"])] if "host" in part else []
             said.append(f"sustained figures: {part['sustain_seconds']:g} s of load each")
             texts.append(f"Run of {part['begin']}: {'; '.join(said)}.")
     failed = record.errors(parts)

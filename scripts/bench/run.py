@@ -86,18 +86,16 @@ def time_case(case: Case, replays: int, seconds: float) -> dict[str, Any]:
 
 
 def measure(options: argparse.Namespace, part: dict[str, Any], save: Callable[[], None]) -> bool:
-    """Compile, then measure ceilings, cases, ceilings again and host time into a part of a record, which is
+    """Compile, then measure ceilings, cases and ceilings again into a part of a record, which is
     saved after each. True when nothing failed.
 
     What fails is one line of `part["errors"]`, and the rest goes on. Only without the first ceilings, which
     need no kernel of rawmla, nothing is measured.
     """
-    from . import flex, mla
     from .ahead import Ahead
     from .cases import one_line
     from .measure import measure_ceilings
     from .tables import add_shares
-    from .timing import host_figures
 
     beside = Ahead(options.chosen)
     try:
@@ -120,9 +118,8 @@ def measure(options: argparse.Namespace, part: dict[str, Any], save: Callable[[]
         print(f"[{number}/{len(options.chosen)}] {elapsed:5.0f} s  {said}", file=sys.stderr, flush=True)
     try:
         part["ceilings"].append(measure_ceilings(replays))
-        part["host"] = host_figures("decode", mla.host_call()) | flex.time_host()
     except Exception as error:  # as for a case
-        part["errors"].append(f"ceilings and host time after the cases: {one_line(error)}")
+        part["errors"].append(f"ceilings after the cases: {one_line(error)}")
     add_shares(rows, part["ceilings"])
     save()
     return not part["errors"]
@@ -143,8 +140,6 @@ def run_timed(options: argparse.Namespace) -> int:
     failures = dict.fromkeys(item for row in rows for item in row.get("not_compared", {}).items())
     for name, text in failures:
         print(f"not compared with {name}: {text}")
-    if "host" in part:
-        print(tables.describe_host(part["host"]))
     for error in part["errors"]:
         print(f"FAILED: {error}")
     return 0 if good else 1

@@ -47,10 +47,8 @@ COLUMNS = {
     "share of roof": SHORT["share of roof"],
     "metadata µs": "{meta_us:.1f}",
     "gathered first µs (gather)": "{gathered_us:.1f} ({gather_us:.1f})",
-    "one call with its wait µs": "{call_us:.1f}",
     "deterministic rested µs": "{deterministic_us:.1f}",
     "deterministic / plain": "{deterministic_ratio:.3f}",
-    "captured gradient / none": "{captured_ratio:.3f}",
     "timed as": "{timed_as}",
 }
 
@@ -189,18 +187,3 @@ def describe_ceilings(ceilings: Iterable[dict[str, float]]) -> str:
         f"ceilings of this run, before and after: bf16 8192^3 matmul {matmul} TFLOP/s, "
         f"elementwise copy {copy} TB/s"
     )
-
-
-def describe_host(host: dict[str, float]) -> str:
-    """One line on the host time of a decode call and of a flex call."""
-    texts = []
-    for name in (key.removesuffix("_call_us") for key in host if key.endswith("_call_us")):
-        median, p90, quiet = (host[f"{name}_call{part}_us"] for part in ("", "_p90", "_quiet"))
-        texts.append(
-            f"host time of one {name} call {median:.1f} µs (median; nine of ten calls up to {p90:.1f}, "
-            f"median of the quietest burst {quiet:.1f})"
-        )
-    if "flex_first_call_s" in host:
-        seconds = host["flex_first_call_s"]
-        texts.append(f"the first flex call of a new function {seconds:.1f} s, with its compilation")
-    return "; ".join(texts)
