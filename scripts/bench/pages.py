@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -12,7 +11,6 @@ from .families import FAMILIES, known
 from .tables import Cells, markdown
 
 README = ROOT / "README.md"
-PEERS = ROOT / "docs" / "peers-h200.json"
 PAGE = ROOT / "docs" / "performance.md"
 BEGIN = "<!-- figures: begin (scripts/update_figures.py) -->"
 END = "<!-- figures: end -->"
@@ -89,12 +87,6 @@ def describe_machine(parts: Sequence[record.Part]) -> str:
     )
 
 
-def stored_peers(parts: Sequence[record.Part]) -> list[ratios.Stored]:
-    """Times of other libraries on the record's device; none of another device's."""
-    same = str(json.loads(PEERS.read_text())["device"]).startswith(parts[0]["machine"]["device"])
-    return ratios.load(PEERS) if same else []
-
-
 def bench_rows(parts: Sequence[record.Part]) -> list[Row]:
     """The benchmark's rows that count, in the order of the tables."""
     return known(record.latest(parts, "bench"))
@@ -105,7 +97,7 @@ def readme_section(parts: Sequence[record.Part]) -> str:
     if not parts:
         return NOTHING_YET
     texts = []
-    cells = tables.summary_cells(bench_rows(parts), stored_peers(parts))
+    cells = tables.summary_cells(bench_rows(parts), ratios.peers(parts[0]["machine"]["device"]))
     if cells:
         texts = [WHAT_IS_SHOWN, markdown(cells, code=False), FOOTNOTE]
     return "\n\n".join([*texts, f"{describe_machine(parts)} {describe_tests(parts)}"])
@@ -122,7 +114,7 @@ def bench_texts(parts: Sequence[record.Part]) -> list[str]:
     failed = record.errors(parts)
     if failed:
         texts.append(f"Failed: {'; '.join(failed)}.")
-    rows, stored = bench_rows(parts), stored_peers(parts)
+    rows, stored = bench_rows(parts), ratios.peers(parts[0]["machine"]["device"])
     summary = tables.summary_cells(rows, stored, cases=True)
     if summary:
         texts += ["## The fastest other library", markdown(summary, code=False), tables.NOTE]
@@ -141,7 +133,7 @@ def performance_page(parts: Sequence[record.Part]) -> str:
     texts += [
         describe_machine(parts),
         "[benchmark.md](benchmark.md) says how the figures are made and what the columns mean. A dash: not "
-        f"measured. `{PEERS.relative_to(ROOT).as_posix()}` has stored times of other libraries.",
+        f"measured. `{ratios.PEERS.relative_to(ROOT).as_posix()}` has stored times of other libraries.",
     ]
     if any(part["stage"] == "bench" for part in parts):
         texts += bench_texts(parts)

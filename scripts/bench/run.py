@@ -39,7 +39,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     load = "seconds of load without rest for the sustained figure of an attention case (default 2)"
     add("--sustain-seconds", type=float, default=2.0, metavar="S", help=load)
     add("--json", type=Path, metavar="FILE", help="write a record to FILE, anew after each case")
-    add("--against", type=Path, metavar="FILE", help="print the ratio to stored times taken the same way")
+    add("--against", type=Path, metavar="FILE", help="print the ratio to the record of an earlier run too")
     options = parser.parse_args(arguments)
     if options.replays < 5:
         parser.error("argument --replays: expected at least 5")
@@ -49,7 +49,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
     try:
         options.chosen = families.select(options.cases)
-        options.stored = ratios.load(options.against) if options.against else []
+        options.stored = ratios.of_run(options.against) if options.against else []
         if options.json:
             record.check_writable(options.json)
     except ValueError as error:
@@ -127,16 +127,16 @@ def measure(options: argparse.Namespace, part: dict[str, Any], save: Callable[[]
 
 def run_timed(options: argparse.Namespace) -> int:
     """Measure, print the tables, and with --json write a record of one part."""
-    from . import record, tables
+    from . import ratios, record, tables
 
     part = record.new_part("bench", vars(options) | {"bench_args": " ".join(sys.argv[1:])})
     good = measure(options, part, lambda: record.write([part], options.json) if options.json else None)
     if options.json:
         record.write([{**part, "ended": True, "good": good}], options.json)
-    rows = part["rows"]
+    rows, stored = part["rows"], options.stored + ratios.peers(part["machine"]["device"])
     print(", ".join(f"{key} {value}" for key, value in part["machine"].items()))
     print(tables.describe_ceilings(part["ceilings"]))
-    print(f"\n{tables.text_report(rows, options.stored)}\n")
+    print(f"\n{tables.text_report(rows, stored)}\n")
     failures = dict.fromkeys(item for row in rows for item in row.get("not_compared", {}).items())
     for name, text in failures:
         print(f"not compared with {name}: {text}")
