@@ -100,7 +100,6 @@ class FlexCase(AttentionCase):
         return functions.get(self.score)
 
     def of_request(self, array: Any, number: int, keys: bool = False) -> Any:
-        """See AttentionCase."""
         return array[number].transpose(0, 1)
 
     def request(self, inputs: Arrays, number: int, heads: slice = ALL, table: Any = None) -> Request:

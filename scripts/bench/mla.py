@@ -13,8 +13,7 @@ from kit.sparse import SparseCase as Layout
 from kit.sparse import SparseInputs, make_cache, row_format
 
 from .cases import DTYPES, LENGTH_SEED, Arrays, Call, Case, Prepared, Row, worst_error
-from .measure import GRAPH_FLOPS, calls_per_graph
-from .timing import CALLS_PER_GRAPH, repeat, rest, slope, time_graph
+from .timing import slope
 
 D_QK, D_V = 576, 512
 """Head dimensions of dense decoding: V is the first 512 columns of K."""
@@ -171,11 +170,9 @@ class DecodeCase(DecodingCase):
         return worst_error(self, ((f"request {number}", got, one) for number, got, one in found))
 
     def plan_arguments(self, inputs: Arrays) -> tuple[Any, ...]:
-        """See DecodingCase."""
         return inputs.cache_seqlens, self.s_q * self.h_q, 1, self.h_q
 
     def calls(self, module: Any, inputs: Arrays) -> Call:
-        """See DecodingCase."""
         ours = {"enable_batch_invariant": self.invariant} if module is rawmla else {}
         plan = module.get_mla_metadata(*self.plan_arguments(inputs)[: 4 if ours else 3], **ours)
 
@@ -305,7 +302,6 @@ class SparseCase(DecodingCase):
         return requests, self.s_q * self.h_q, 1, self.h_q, self.layout != "bf16", slots
 
     def calls(self, module: Any, inputs: Arrays) -> Call:
-        """See DecodingCase."""
         ours = {"enable_batch_invariant": self.invariant} if module is rawmla else {}
         plan, _ = module.get_mla_metadata(**ours)
         q = inputs.q if ours else _padded(inputs.q)
@@ -352,9 +348,8 @@ class PrefillCase(Case):
 
     def make_inputs(self, sets: int = 1, device: str = "cuda") -> Arrays:
         """q normal(0, 1) clamped to [-1, 1], tokens normal(0, 0.1), of a paged cache quantised and in pages
-        in a random order, which is its `block_table`. `positions` are a random subset of the tokens, and
-        `indices` the rows or slots where they lie. `sets` times as many tokens serve runs whose data must not
-        stay in L2.
+        in a random order. `indices` are the rows or slots of a random subset of the tokens. `sets` times as many
+        tokens serve runs whose data must not stay in L2.
         """
         torch.manual_seed(0)
         q = torch.randn(self.s_q, self.h_q, self.d_qk, device=device).clamp_(-1, 1).bfloat16()
@@ -362,13 +357,12 @@ class PrefillCase(Case):
         if self.layout == "bf16":
             shape = sets, self.s_kv, 1, self.d_qk
             kv = torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(0, 0.1)
-            return Arrays(q=q, kv_sets=list(kv), indices=positions, positions=positions, block_table=None)
+            return Arrays(q=q, kv_sets=list(kv), indices=positions)
         pages = -(-self.s_kv // PAGE)
         k_cache = make_cache(self._layout(1), sets * pages, PAGE, device)
         table = torch.randperm(pages, device=device)
         indices = (table[positions // PAGE] * PAGE + positions % PAGE).int()
-        kv_sets, table = list(k_cache.split(pages)), table.int()[None]
-        return Arrays(q=q, kv_sets=kv_sets, indices=indices, positions=positions, block_table=table)
+        return Arrays(q=q, kv_sets=list(k_cache.split(pages)), indices=indices)
 
     def _subsets(self, device: str) -> Any:
         """`topk` distinct tokens of the s_kv per query token, in a random order: int32 [s_q, 1, topk]."""
@@ -397,30 +391,6 @@ class PrefillCase(Case):
         found = zip(queries.tolist(), out[queries], want[:, 0], strict=True)
         return worst_error(self, ((f"query token {token}", got, one) for token, got, one in found))
 
-    def time_gathered(self, inputs: Arrays, replays: int) -> Row:
-        """The other way to prefill from a paged cache: gather its tokens into bf16 rows and attend those.
-        Both together, and the gather alone.
-        """
-        device = inputs.q.device
-        rows = torch.empty(self.s_kv, self.d_qk, dtype=torch.bfloat16, device=device)
-        lengths = torch.full((1,), self.s_kv, dtype=torch.int32, device=device)
-        starts, table = torch.zeros_like(lengths), inputs.block_table
-
-        def gather(_: int) -> None:
-            rawmla.gather_kv_cache(inputs.kv_sets[0], table, lengths, rows, workspace_starts=starts)
-
-        def both(number: int) -> Any:
-            gather(number)
-            return rawmla.flash_mla_sparse_fwd(inputs.q, rows[:, None], inputs.positions, self.d_qk**-0.5)[0]
-
-        self.check(inputs, both(0))
-        rest()
-        count = calls_per_graph(self, GRAPH_FLOPS)
-        return {
-            "gathered_us": time_graph(repeat(both, count), count, replays)["us"],
-            "gather_us": time_graph(repeat(gather, CALLS_PER_GRAPH), CALLS_PER_GRAPH, replays)["us"],
-        }
-
     def prepare(self) -> Prepared:
         sets = rotated_sets(self)
         inputs = self.make_inputs(sets)
@@ -441,10 +411,8 @@ class PrefillCase(Case):
             return lambda _: module.flash_mla_sparse_fwd(q, kv, indices, self.d_qk**-0.5)
 
         error = self.check(inputs, call(0))
-        if inputs.block_table is None:
-            return Prepared(call, error, sets, peers={"FlashMLA": flash_mla})
-        # No other library has prefill from an FP8 cache: its row has the time of gathering first.
-        return Prepared(call, error, sets, more=lambda replays: self.time_gathered(inputs, replays))
+        # No other library has prefill from an FP8 cache.
+        return Prepared(call, error, sets, peers={"FlashMLA": flash_mla} if self.layout == "bf16" else {})
 
 
 @dataclass(eq=False)

@@ -21,9 +21,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .cases import Case
 
-INTERRUPTED = 130
-"""Exit status after Ctrl-C, as shells have it."""
-
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line, checked as far as it can be before anything runs. `chosen` are the cases, `stored`
@@ -45,13 +42,11 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         parser.error("argument --replays: expected at least 5")
     if not (math.isfinite(options.sustain_seconds) and options.sustain_seconds >= 0):
         parser.error("argument --sustain-seconds: expected 0 or more")
-    from . import families, ratios, record
+    from . import families, ratios
 
     try:
         options.chosen = families.select(options.cases)
         options.stored = ratios.of_run(options.against) if options.against else []
-        if options.json:
-            record.check_writable(options.json)
     except ValueError as error:
         parser.error(str(error))
     return options
@@ -150,16 +145,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
     from . import emulated, families, record
 
-    try:
-        if options.list:
-            print("\n".join(case.id for case in options.chosen))
-            return 0
-        reason = record.why_no_timing()
-        if reason is None:
-            return run_timed(options)
-        return emulated.run(
-            reason, list(dict.fromkeys(families.family_of(case.id) for case in options.chosen))
-        )
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return INTERRUPTED
+    if options.list:
+        print("\n".join(case.id for case in options.chosen))
+        return 0
+    reason = record.why_no_timing()
+    if reason is None:
+        return run_timed(options)
+    return emulated.run(reason, list(dict.fromkeys(families.family_of(case.id) for case in options.chosen)))

@@ -46,7 +46,6 @@ COLUMNS = {
     "GB/s": "{gbps:.0f}",
     "share of roof": SHORT["share of roof"],
     "metadata µs": "{meta_us:.1f}",
-    "gathered first µs (gather)": "{gathered_us:.1f} ({gather_us:.1f})",
     "deterministic rested µs": "{deterministic_us:.1f}",
     "deterministic / plain": "{deterministic_ratio:.3f}",
     "timed as": "{timed_as}",
