@@ -81,8 +81,8 @@ def cells_of(title: str, error: float | None, kernels: Iterable[Kernel]) -> Cell
 
 
 def run(reason: str, families: Sequence[Family]) -> int:
-    """Run the small cases of families, while NVRTC compiles their kernels. Where nothing can be emulated, only
-    compile. Say that nothing was timed, and why. The exit status is 1 where something fails.
+    """Run the small cases of families, while NVRTC compiles their kernels. Where nothing can be emulated,
+    only compile. Say that nothing was timed, and why. The exit status is 1 where something fails.
     """
     print(f"{reason}: nothing is timed.")
     problems = []
@@ -95,7 +95,7 @@ def run(reason: str, families: Sequence[Family]) -> int:
         from tests.emulator import Emulator
 
         print(
-            "A small case of each family runs on an emulated device, and NVRTC compiles its kernels for a GPU.\n"
+            "A small case of each family runs on an emulated device, and NVRTC compiles its kernels.\n"
             "The first time this takes about a minute on two cores.",
             flush=True,
         )

@@ -48,12 +48,6 @@ class FlexCase(AttentionCase):
     def __post_init__(self) -> None:
         self.h_kv = self.h_kv or self.h_q
 
-    @property
-    def is_compared(self) -> bool:
-        """Whether torch's flex attention runs beside."""
-        plain = self.block_size == BLOCK and not self.cuda and not self.further
-        return plain and self.mask != "prefix" and self.score not in ("bias", "scale", "scalar")
-
     def flops(self) -> int:
         """Q·K^T and P·V in the blocks of BLOCK x BLOCK positions of which any is attended."""
         share = blocks_of(self.s, self.mask, self.extent)[0].double().mean()
@@ -148,7 +142,8 @@ class FlexCase(AttentionCase):
 
     def peers(self, calls: Callable[[Callable[[Any], Call]], Call]) -> dict[str, Any]:
         """torch's flex attention by both of its backends; `calls` takes what makes a forward call."""
-        if not self.is_compared:
+        plain = self.block_size == BLOCK and not self.cuda and not self.further
+        if not plain or self.mask == "prefix" or self.score in ("bias", "scale", "scalar"):
             return {}
         return {
             "torch's Triton": lambda: calls(lambda inputs: self.torch_flex(inputs, None)),

@@ -31,9 +31,6 @@ COLD_L2_FACTOR = 3
 MAX_ROTATED_SETS = 64
 METADATA_GRAPH_CALLS = (20, 120)
 
-RANDOM_AT_A_TIME = 1 << 26
-"""Random numbers drawn at a time for the indices of prefill (256 MiB), which bounds their memory."""
-
 SAMPLED_QUERIES = 8
 
 
@@ -68,42 +65,21 @@ def _time_plan(replays: int, *arguments: Any, invariant: bool = False) -> float:
     return slope(call, *METADATA_GRAPH_CALLS, replays)
 
 
-class DecodingCase(Case):
-    """A case of decoding, with a plan. `invariant`: in batch-invariant mode."""
+def _prepare(case: "DecodeCase | SparseCase") -> Prepared:
+    """A case of decoding with its plan, which is timed too."""
+    sets = rotated_sets(case)
+    inputs = case.make_inputs(sets)
+    call = case.calls(rawmla, inputs)
 
-    invariant: bool
+    def more(replays: int) -> Row:
+        return {"meta_us": _time_plan(replays, *case.plan_arguments(inputs), invariant=case.invariant)}
 
-    def plan_arguments(self, inputs: Arrays) -> tuple[Any, ...]:
-        """The arguments of get_mla_metadata."""
-        raise NotImplementedError
-
-    def make_inputs(self, sets: int = 1, device: str = "cuda") -> Arrays:
-        """Inputs with disjoint sets of pages, which hold as many caches."""
-        raise NotImplementedError
-
-    def calls(self, module: Any, inputs: Arrays) -> Call:
-        """Calls of rawmla, or of another module with the same functions."""
-        raise NotImplementedError
-
-    def check(self, inputs: Arrays, out: Any) -> float:
-        """Error of some requests."""
-        raise NotImplementedError
-
-    def prepare(self) -> Prepared:
-        """See Case. Measures the plan, too."""
-        sets = rotated_sets(self)
-        inputs = self.make_inputs(sets)
-        call = self.calls(rawmla, inputs)
-
-        def more(replays: int) -> Row:
-            return {"meta_us": _time_plan(replays, *self.plan_arguments(inputs), invariant=self.invariant)}
-
-        peers = {"FlashMLA": lambda: self.calls(_flash_mla(), inputs)}
-        return Prepared(call, self.check(inputs, call(0)[0]), sets, peers=peers, more=more)
+    peers = {"FlashMLA": lambda: case.calls(_flash_mla(), inputs)}
+    return Prepared(call, case.check(inputs, call(0)[0]), sets, peers=peers, more=more)
 
 
 @dataclass(eq=False)
-class DecodeCase(DecodingCase):
+class DecodeCase(Case):
     """One dense decode call: b requests of about s_k tokens each, paged cache, V inside K."""
 
     template = "decode-b{b}-q{s_q}-k{s_k}-h{h_q}[-{causal}]-{dtype:bf16|fp16}-(fixed|{varlen})[-{invariant}]"
@@ -182,9 +158,12 @@ class DecodeCase(DecodingCase):
 
         return call
 
+    def prepare(self) -> Prepared:
+        return _prepare(self)
+
 
 @dataclass(eq=False)
-class SparseCase(DecodingCase):
+class SparseCase(Case):
     """One sparse decode call: every query token attends `topk` tokens of its request's s_k, a random subset,
     and `extra_topk` of the same number in an extra cache.
 
@@ -296,7 +275,7 @@ class SparseCase(DecodingCase):
         return worst_error(self, found)
 
     def plan_arguments(self, inputs: Arrays) -> tuple[Any, ...]:
-        """See DecodingCase: what rawmla takes from the arguments of a sparse call."""
+        """What rawmla takes from the arguments of a sparse call."""
         requests = torch.zeros(self.b, dtype=torch.int32, device=inputs.q.device)
         slots = 64 * (-(-self.topk // 64) + -(-self.extra_topk // 64))
         return requests, self.s_q * self.h_q, 1, self.h_q, self.layout != "bf16", slots
@@ -318,6 +297,9 @@ class SparseCase(DecodingCase):
             )
 
         return call
+
+    def prepare(self) -> Prepared:
+        return _prepare(self)
 
 
 @dataclass(eq=False)
@@ -348,12 +330,13 @@ class PrefillCase(Case):
 
     def make_inputs(self, sets: int = 1, device: str = "cuda") -> Arrays:
         """q normal(0, 1) clamped to [-1, 1], tokens normal(0, 0.1), of a paged cache quantised and in pages
-        in a random order. `indices` are the rows or slots of a random subset of the tokens. `sets` times as many
-        tokens serve runs whose data must not stay in L2.
+        in a random order. `indices` are the rows or slots of a random subset of the tokens. `sets` times as
+        many tokens serve runs whose data must not stay in L2.
         """
         torch.manual_seed(0)
         q = torch.randn(self.s_q, self.h_q, self.d_qk, device=device).clamp_(-1, 1).bfloat16()
-        positions = self._subsets(device)
+        # The places of the largest random numbers: any subset, in any order, equally likely.
+        positions = torch.rand(self.s_q, 1, self.s_kv, device=device).topk(self.topk).indices.int()
         if self.layout == "bf16":
             shape = sets, self.s_kv, 1, self.d_qk
             kv = torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(0, 0.1)
@@ -363,14 +346,6 @@ class PrefillCase(Case):
         table = torch.randperm(pages, device=device)
         indices = (table[positions // PAGE] * PAGE + positions % PAGE).int()
         return Arrays(q=q, kv_sets=list(k_cache.split(pages)), indices=indices)
-
-    def _subsets(self, device: str) -> Any:
-        """`topk` distinct tokens of the s_kv per query token, in a random order: int32 [s_q, 1, topk]."""
-        found = torch.empty(self.s_q, 1, self.topk, dtype=torch.int32, device=device)
-        for rows in found.split(max(RANDOM_AT_A_TIME // self.s_kv, 1)):
-            # The places of the largest random numbers: any subset, in any order, equally likely.
-            rows[:, 0] = torch.rand(len(rows), self.s_kv, device=device).topk(self.topk).indices
-        return found
 
     def _layout(self, b: int) -> Layout:
         """The case as tests/kit knows it: `b` query tokens as requests that share a cache."""

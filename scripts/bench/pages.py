@@ -1,7 +1,13 @@
-"""README's measured section and docs/performance.md, from the record."""
+"""README's measured section and docs/performance.md, from docs/gpu-record.json.
+
+README gets a table by operation between its two markers, docs/performance.md every case. Times of other
+libraries come from docs/peers-h200.json. A record that was changed after its runs is refused.
+"""
 
 from __future__ import annotations
 
+import argparse
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -14,7 +20,6 @@ README = ROOT / "README.md"
 PAGE = ROOT / "docs" / "performance.md"
 BEGIN = "<!-- figures: begin (scripts/update_figures.py) -->"
 END = "<!-- figures: end -->"
-NOTHING_YET = "Nothing has been measured at this version yet: there is no `docs/gpu-record.json`."
 
 WHAT_IS_SHOWN = (
     "Speed: the fastest other library's time over rawmla's, as the geometric mean of an operation's cases "
@@ -94,8 +99,6 @@ def bench_rows(parts: Sequence[record.Part]) -> list[Row]:
 
 def readme_section(parts: Sequence[record.Part]) -> str:
     """The Markdown between README's markers."""
-    if not parts:
-        return NOTHING_YET
     texts = []
     cells = tables.summary_cells(bench_rows(parts), ratios.peers(parts[0]["machine"]["device"]))
     if cells:
@@ -128,8 +131,6 @@ def bench_texts(parts: Sequence[record.Part]) -> list[str]:
 def performance_page(parts: Sequence[record.Part]) -> str:
     """docs/performance.md."""
     texts = ["# Performance", f"Written by `scripts/update_figures.py` from `docs/{record.RECORD.name}`."]
-    if not parts:
-        return "\n\n".join([texts[0], NOTHING_YET]) + "\n"
     texts += [
         describe_machine(parts),
         "[benchmark.md](benchmark.md) says how the figures are made and what the columns mean. A dash: not "
@@ -161,3 +162,20 @@ def written(parts: Sequence[record.Part]) -> dict[Path, str]:
     """The pages by their files."""
     readme = replace_section(README.read_text(), readme_section(parts))
     return {README: readme, PAGE: performance_page(parts)}
+
+
+def main() -> int:
+    """Write the pages; the exit status is 2 where the record is not as its runs wrote it."""
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
+    try:
+        parts = record.merged([record.read(record.RECORD)])
+    except record.RecordError as error:
+        print(f"update_figures.py: {error}", file=sys.stderr)
+        return 2
+    for path, text in written(parts).items():
+        record.write_whole(path, text)
+    if parts[0]["source_sha256"] != record.source_hash(ROOT):
+        print("note: the record was made from other sources than these")
+    return 0

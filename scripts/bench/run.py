@@ -87,17 +87,13 @@ def measure(options: argparse.Namespace, part: dict[str, Any], save: Callable[[]
     What fails is one line of `part["errors"]`, and the rest goes on. Only without the first ceilings, which
     need no kernel of rawmla, nothing is measured.
     """
-    from .ahead import Ahead
+    from .ahead import compiled_ahead
     from .cases import one_line
     from .measure import measure_ceilings
     from .tables import add_shares
 
-    beside = Ahead(options.chosen)
-    try:
+    with compiled_ahead(options.chosen):
         part["errors"] = compile_kernels()
-        beside.wait()
-    finally:
-        beside.stop()
     replays, seconds = options.replays, options.sustain_seconds
     part |= {"replays": replays, "sustain_seconds": seconds, "ceilings": [measure_ceilings(replays)]}
     rows, begin = part["rows"], time.monotonic()

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .power import Meter
+from .power import meter
 
 CALLS_PER_GRAPH = 10
 WARMUP_REPLAYS = 2
@@ -98,7 +98,7 @@ class Graph:
         """Replay without a pause for `seconds`: `us` is the mean of a call over the second half. `watts`,
         `mhz` and `mj`, millijoules of a call, are of that half too, where power can be read.
         """
-        with torch.cuda.stream(self.stream), Meter(seconds / 2) as meter:
+        with torch.cuda.stream(self.stream), meter(seconds / 2) as readings:
             _, replay = self._warm_up()
             allowed = max(2, round(QUEUED_SECONDS / replay))
             queued: deque[Any] = deque()
@@ -118,10 +118,11 @@ class Graph:
                     queued.popleft().synchronize()
             end.record()
             end.synchronize()
-        us, figures = middle.elapsed_time(end) * 1e3 / (timed * self.count), meter.figures()
-        if "watts" in figures:
-            figures["mj"] = figures["watts"] * us / 1e3
-        return {"us": us, **figures}
+        us = middle.elapsed_time(end) * 1e3 / (timed * self.count)
+        if not readings:
+            return {"us": us}
+        watts, mhz = map(statistics.fmean, zip(*readings, strict=True))
+        return {"us": us, "watts": watts, "mhz": mhz, "mj": watts * us / 1e3}
 
     def _warm_up(self) -> tuple[float, float]:
         """Replay at least WARMUP_REPLAYS times and WARMUP_SECONDS. The seconds of all and of one replay."""
