@@ -22,14 +22,8 @@ BEGIN = "<!-- figures: begin (scripts/update_figures.py) -->"
 END = "<!-- figures: end -->"
 
 WHAT_IS_SHOWN = (
-    "Speed: the fastest other library's time over rawmla's, as the geometric mean of an operation's cases "
-    "and as the least of them. Above 1 rawmla is faster. [Every case in µs](docs/performance.md), "
-    "[how it is measured](docs/benchmark.md)."
-)
-FOOTNOTE = (
-    "Rested: the GPU idles before it is timed. Sustained: it works without a pause, as under load. ¹ A "
-    "stored time of the other library on the same GPU model over rawmla's, which is timed without rests; "
-    "such ratios move by up to 10 %. Under load the other library was not timed."
+    "Speed by operation: the geometric mean of the cases' ratios, and the least one. [Every case in "
+    "µs](docs/performance.md), [how it is measured](docs/benchmark.md)."
 )
 COUNTS = ("passed", "failed", "skipped")
 IN_WORDS: dict[str, Callable[[Row], str]] = {
@@ -102,7 +96,7 @@ def readme_section(parts: Sequence[record.Part]) -> str:
     texts = []
     cells = tables.summary_cells(bench_rows(parts), ratios.peers(parts[0]["machine"]["device"]))
     if cells:
-        texts = [WHAT_IS_SHOWN, markdown(cells, code=False), FOOTNOTE]
+        texts = [WHAT_IS_SHOWN, markdown(cells, code=False), tables.NOTE]
     return "\n\n".join([*texts, f"{describe_machine(parts)} {describe_tests(parts)}"])
 
 
@@ -118,7 +112,7 @@ def bench_texts(parts: Sequence[record.Part]) -> list[str]:
     if failed:
         texts.append(f"Failed: {'; '.join(failed)}.")
     rows, stored = bench_rows(parts), ratios.peers(parts[0]["machine"]["device"])
-    summary = tables.summary_cells(rows, stored, cases=True)
+    summary = tables.summary_cells(rows, stored)
     if summary:
         texts += ["## The fastest other library", markdown(summary, code=False), tables.NOTE]
     for family in FAMILIES:
