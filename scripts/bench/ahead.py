@@ -9,7 +9,8 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from . import ROOT, families
 from .cases import Case, one_line
@@ -21,33 +22,27 @@ and FlashAttention-4 would compile anew in each process."""
 PROCESSES = 16
 
 
-class Ahead:
-    """The processes of the cases that libraries run beside, begun. It is worth it from two cases on."""
-
-    def __init__(self, chosen: Sequence[Case]) -> None:
-        for name, value in SETTINGS.items():
-            os.environ.setdefault(name, value)
-        names = [case.id for case in chosen if families.family_of(case.id).rounds > 1]
-        count = min(len(names), os.cpu_count() or 1, PROCESSES) if len(names) > 1 else 0
-        path = os.pathsep.join([str(ROOT / "scripts"), *filter(None, [os.environ.get("PYTHONPATH")])])
-        environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-        self._begin = time.monotonic()
-        self._processes = [
-            subprocess.Popen([sys.executable, "-m", "bench.ahead", *names[one::count]], env=environment)
-            for one in range(count)
-        ]
-
-    def wait(self) -> None:
-        """Wait until they have ended, and say how long it took."""
-        for process in self._processes:
+@contextmanager
+def compiled_ahead(chosen: Sequence[Case]) -> Iterator[None]:
+    """Compile beside what the block does, and then to the end. It is worth it from two cases on."""
+    for name, value in SETTINGS.items():
+        os.environ.setdefault(name, value)
+    names = [case.id for case in chosen if families.family_of(case.id).rounds > 1]
+    count = min(len(names), os.cpu_count() or 1, PROCESSES) if len(names) > 1 else 0
+    path = os.pathsep.join([str(ROOT / "scripts"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    begin = time.monotonic()
+    processes = [
+        subprocess.Popen([sys.executable, "-m", "bench.ahead", *names[one::count]], env=environment)
+        for one in range(count)
+    ]
+    try:
+        yield
+        for process in processes:
             process.wait()
-        if self._processes:
-            seconds = time.monotonic() - self._begin
-            print(f"compiled ahead: {seconds:.0f} s", file=sys.stderr, flush=True)
-
-    def stop(self) -> None:
-        """End those that still run."""
-        for process in self._processes:
+        print(f"compiled ahead: {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
+    finally:
+        for process in processes:
             process.kill()
             process.wait()
 

@@ -1,4 +1,6 @@
-"""The cases of operations around decoding: caches, index conversion, merging of results."""
+"""The cases of operations around decoding: caches, index conversion, merging of results. Only the tests check
+these results.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,16 +16,6 @@ LAYOUTS = {"v32": (576, 656), "model1": (512, 584), "bf16-576": (576, 1152), "bf
 """Columns of a row and bytes of a token, by the name of the layout."""
 
 PAGE, CONTEXT = 64, 131072
-NO_CHECK = 0.0
-"""The error of cases whose results only the tests check."""
-
-
-def _generator() -> Any:
-    return torch.Generator("cuda").manual_seed(0)
-
-
-def _normal(*shape: int, dtype: Any, generator: Any) -> Any:
-    return torch.randn(*shape, generator=generator, device="cuda").to(dtype)
 
 
 @dataclass(eq=False)
@@ -50,15 +42,15 @@ class CacheCase(Case):
         return self.tokens * (2 * columns + token_bytes) + indices.get(self.op, 0)
 
     def prepare(self) -> Prepared:
-        generator = _generator()
+        torch.manual_seed(0)
         columns, _ = LAYOUTS[self.layout]
         spread = max(self.tokens // PAGE, 2 * self.requests)  # at least one page to choose for each request
-        made = _normal(spread, PAGE, 1, columns, dtype=torch.bfloat16, generator=generator)
+        made = torch.randn(spread, PAGE, 1, columns, device="cuda", dtype=torch.bfloat16)
         cache = made if self.layout.startswith("bf16") else rawmla.quantize_k_cache(made, self.layout)
-        rows = _normal(self.tokens, columns, dtype=torch.bfloat16, generator=generator)
-        slots = torch.randperm(spread * PAGE, generator=generator, device="cuda")[: self.tokens]
+        rows = torch.randn(self.tokens, columns, device="cuda", dtype=torch.bfloat16)
+        slots = torch.randperm(spread * PAGE, device="cuda")[: self.tokens]
         each = self.tokens // self.requests
-        order = torch.randperm(spread, generator=generator, device="cuda").int()
+        order = torch.randperm(spread, device="cuda").int()
         table = order[: self.requests * -(-each // PAGE)].view(self.requests, -1)
         lengths = torch.full((self.requests,), each, dtype=torch.int32, device="cuda")
         starts = torch.arange(self.requests, dtype=torch.int32, device="cuda") * each
@@ -68,7 +60,7 @@ class CacheCase(Case):
             "write": lambda _: rawmla.write_kv_cache(rows[:, :-64], rows[:, -64:], cache, slots),
             "gather": lambda _: rawmla.gather_kv_cache(cache, table, lengths, rows, workspace_starts=starts),
         }
-        return Prepared(calls[self.op], NO_CHECK)
+        return Prepared(calls[self.op], 0.0)
 
 
 @dataclass(eq=False)
@@ -85,7 +77,8 @@ class ConvertCase(Case):
         return self.rows * (8 * self.topk + (4 if self.compact else 0))
 
     def prepare(self) -> Prepared:
-        given: dict[str, Any] = {"generator": _generator(), "device": "cuda", "dtype": torch.int32}
+        torch.manual_seed(0)
+        given: dict[str, Any] = {"device": "cuda", "dtype": torch.int32}
         positions = torch.randint(-1, CONTEXT, (self.rows, self.topk), **given)
         table = torch.randint(0, 16384, (self.rows, CONTEXT // PAGE), **given)
         out = torch.empty_like(positions)
@@ -93,7 +86,7 @@ class ConvertCase(Case):
         def call(_: int) -> Any:
             return rawmla.convert_indices(positions, table, PAGE, compact=self.compact, out=out)
 
-        return Prepared(call, NO_CHECK)
+        return Prepared(call, 0.0)
 
 
 @dataclass(eq=False)
@@ -112,12 +105,9 @@ class MergeCase(Case):
         return (self.parts + 1) * self.b * self.h_q * row_bytes
 
     def prepare(self) -> Prepared:
-        generator, dtype = _generator(), getattr(torch, self.dtype)
-
-        def normal(*shape: int, dtype: Any) -> list[Any]:
-            return [_normal(*shape, dtype=dtype, generator=generator) for _ in range(self.parts)]
-
-        outs = normal(self.b, 1, self.h_q, D_V, dtype=dtype)
-        lses = normal(self.b, self.h_q, 1, dtype=torch.float32)
+        torch.manual_seed(0)
+        dtype, shape = getattr(torch, self.dtype), (self.b, 1, self.h_q, D_V)
+        outs = [torch.randn(shape, device="cuda", dtype=dtype) for _ in range(self.parts)]
+        lses = [torch.randn(self.b, self.h_q, 1, device="cuda") for _ in range(self.parts)]
         out = torch.empty_like(outs[0])
-        return Prepared(lambda _: rawmla.merge_attn_states(outs, lses, out=out), NO_CHECK)
+        return Prepared(lambda _: rawmla.merge_attn_states(outs, lses, out=out), 0.0)

@@ -34,15 +34,14 @@ class Prepared:
     """A case that is ready to be timed: a first call gave the right result, up to the relative L2 `error`.
 
     `call` takes the number of one of `sets` of data, for runs whose data must not stay in L2. `ordered` is
-    the deterministic call, `without` the call without the gradient of what a score function reads. `peers`
-    make the calls of other libraries on the same inputs. `more` measures what only some cases have.
+    the deterministic call. `peers` make the calls of other libraries on the same inputs. `more` measures what
+    only some cases have.
     """
 
     call: Call
     error: float
     sets: int = 1
     ordered: Call | None = None
-    without: Call | None = None
     peers: Mapping[str, Callable[[], Call]] = field(default_factory=dict)
     more: Callable[[int], Row] = lambda replays: {}
 

@@ -72,9 +72,6 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add = parser.add_argument
     add("--stage", action="append", choices=STAGES, help="run this stage only; may be repeated")
     add("--tests", metavar="REGEX", help="run the test files whose path matches")
-    add(
-        "--test-args", default=TOGETHER, metavar="TEXT", help="options of pytest-xdist (default: %(default)r)"
-    )
     add("--bench-args", default="", metavar="TEXT", help="options of the benchmark")
     add("--commit", help="commit to record where the sources are no git checkout")
     add(
@@ -193,7 +190,7 @@ def run_tests(run: Run) -> bool:
     alone = [name for name in names if re.search(MEASURING_TESTS, name)]
     together = [name for name in names if name not in alone]
     good = True
-    for chosen, arguments in ((together, shlex.split(run.options.test_args)), (alone, [])):
+    for chosen, arguments in ((together, TOGETHER.split()), (alone, [])):
         if not chosen:
             continue
         with tempfile.TemporaryDirectory() as folder:

@@ -110,12 +110,10 @@ class DenseCase(AttentionCase):
         return chosen
 
     def of_request(self, array: Any, number: int, keys: bool = False) -> Any:
-        """See AttentionCase."""
         lengths = [one[keys] for one in self.lengths()]
         return array.split(lengths)[number] if self.varlen else array[number]
 
     def request(self, inputs: Arrays, number: int) -> Request:
-        """See AttentionCase."""
 
         def seen(own: Any, keys: Any) -> Any:
             seen = keys <= own if self.causal else keys < own + len(k)

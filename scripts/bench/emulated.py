@@ -6,9 +6,8 @@ import importlib.util
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 from rawmla import jit, kernels
@@ -22,11 +21,10 @@ from .tables import EMPTY, Cells, fitted
 FOLDER = ROOT / "build" / "emulator"
 """Where the emulator keeps the kernels that g++ compiles."""
 
-Build = Callable[[jit.KernelSpec], Any]
 Kernel = dict[str, Any]
 
 
-def built(spec: jit.KernelSpec, build: Build) -> Kernel:
+def built(spec: jit.KernelSpec, build: Callable[[jit.KernelSpec], Any]) -> Kernel:
     """Label, resources and compile time of a variant; of one that does not compile, label and `problem`."""
     try:
         return {"label": spec.label, **build(spec).meta}
@@ -41,41 +39,21 @@ def compile_specs(specs: Sequence[jit.KernelSpec]) -> list[Kernel]:
         return list(pool.map(lambda spec: built(spec, jit.build), specs))
 
 
-@dataclass
-class Result:
-    """What came of a family's small case, and the kernels that it ran: see `built`."""
-
-    title: str
-    error: float | None = None
-    problem: str = ""
-    kernels: Sequence[Kernel] = ()
-
-
-def run_small(families: Sequence[Family]) -> list[Result]:
-    """Run the small case of each family on an emulated device, while NVRTC compiles the kernels."""
-    from tests.emulator import Emulator
+def run_small(family: Family, emulator: Any) -> tuple[float | None, str]:
+    """The error of the family's small case on an emulated device, and what went wrong."""
     from tests.emulator.__main__ import case_of
     from tests.emulator.cases import check
 
-    build = jit.build  # of the library itself: the emulated device has another
-    results = [Result(family.title) for family in families]
-    jobs: list[Iterator[Kernel]] = []
-    with ThreadPoolExecutor(1) as pool:
-        for family, result in zip(families, results, strict=True):
-            emulator = Emulator(FOLDER)
-            name, *fields = shlex.split(family.small)
-            try:
-                with emulator.installed():
-                    result.error = check(name, case_of(name, fields))
-            except Exception as problem:  # whatever went wrong, the other families are still worth their time
-                result.problem = f"{family.small}: {one_line(problem)}"
-            said = "FAILED" if result.problem else "ran"
-            print(f"{said} {family.title}: {family.small}", file=sys.stderr, flush=True)
-            ran = [spec for spec in emulator.kernels if spec.label in emulator.launched]
-            jobs.append(pool.map(lambda spec: built(spec, build), ran))
-    for result, own in zip(results, jobs, strict=True):
-        result.kernels = list(own)
-    return results
+    name, *fields = shlex.split(family.small)
+    error, problem = None, ""
+    try:
+        with emulator.installed():
+            error = check(name, case_of(name, fields))
+    except Exception as raised:  # whatever went wrong, the other families are still worth their time
+        problem = f"{family.small}: {one_line(raised)}"
+    said = "FAILED" if problem else "ran"
+    print(f"{said} {family.title}: {family.small}", file=sys.stderr, flush=True)
+    return error, problem
 
 
 def missing_reason() -> str | None:
@@ -87,49 +65,58 @@ def missing_reason() -> str | None:
     return emulator.missing_reason()
 
 
-def cells_of(results: Sequence[Result]) -> Cells:
-    """A line for each kernel of each result."""
-    cells = [["family", "error", "kernel", "registers", "spill B", "shared B"]]
-    for result in results:
-        first = [result.title, EMPTY if result.error is None else f"{result.error:.1e}"]
-        for kernel in result.kernels:
-            figures = [EMPTY] * 3
-            if "problem" not in kernel:
-                spills = kernel["spill_stores"] + kernel["spill_loads"]
-                shared = kernel["static_shared_bytes"] + kernel["dynamic_shared_bytes"]
-                figures = [str(one) for one in (kernel["registers"], spills, shared)]
-            cells.append([*first, kernel["label"].partition("[")[0], *figures])
-            first = ["", ""]
+def cells_of(title: str, error: float | None, kernels: Iterable[Kernel]) -> Cells:
+    """A line for each kernel."""
+    cells = []
+    first = [title, EMPTY if error is None else f"{error:.1e}"]
+    for kernel in kernels:
+        figures = [EMPTY] * 3
+        if "problem" not in kernel:
+            spills = kernel["spill_stores"] + kernel["spill_loads"]
+            shared = kernel["static_shared_bytes"] + kernel["dynamic_shared_bytes"]
+            figures = [str(one) for one in (kernel["registers"], spills, shared)]
+        cells.append([*first, kernel["label"].partition("[")[0], *figures])
+        first = ["", ""]
     return cells
 
 
 def run(reason: str, families: Sequence[Family]) -> int:
-    """Run the small cases of families, or only compile kernels where nothing can be emulated, and say that
-    nothing was timed, and why. The exit status is 1 where something fails.
+    """Run the small cases of families, while NVRTC compiles their kernels. Where nothing can be emulated,
+    only compile. Say that nothing was timed, and why. The exit status is 1 where something fails.
     """
-    families = [family for family in families if family.small]
-    missing = missing_reason()
-    if missing is None:
+    print(f"{reason}: nothing is timed.")
+    problems = []
+    results: list[tuple[str, float | None, list[Kernel]]] = []
+    if missing := missing_reason():
+        print(f"{missing}: no kernel runs, one variant of each is compiled.")
+        specs = {spec.name: spec for spec in reversed(kernels.all_specs())}
+        results = [("compiled alone", None, compile_specs(list(specs.values())))]
+    else:
+        from tests.emulator import Emulator
+
         print(
-            f"{reason}: nothing is timed.\nA small case of each family runs on an emulated device, and NVRTC "
-            "compiles its kernels for a GPU.\nThe first time this takes about a minute on two cores.",
+            "A small case of each family runs on an emulated device, and NVRTC compiles its kernels.\n"
+            "The first time this takes about a minute on two cores.",
             flush=True,
         )
-        results = run_small(families)
-    else:
-        print(f"{reason}: nothing is timed.\n{missing}: no kernel runs, one variant of each is compiled.")
-        specs = {spec.name: spec for spec in reversed(kernels.all_specs())}
-        results = [Result("compiled alone", kernels=compile_specs(list(specs.values())))]
-    print(fitted(cells_of(results), (0, 2)))
-    found = {kernel["label"]: kernel for result in results for kernel in result.kernels}
-    problems = [result.problem for result in results if result.problem]
+        build = jit.build  # of the library itself: the emulated device has another
+        jobs = []
+        with ThreadPoolExecutor(1) as pool:
+            for family in (family for family in families if family.small):
+                emulator = Emulator(FOLDER)
+                error, problem = run_small(family, emulator)
+                problems += [problem] if problem else []
+                ran = [spec for spec in emulator.kernels if spec.label in emulator.launched]
+                jobs.append((family.title, error, pool.map(lambda spec: built(spec, build), ran)))
+        results = [(title, error, list(job)) for title, error, job in jobs]
+    headings = ["family", "error", "kernel", "registers", "spill B", "shared B"]
+    print(fitted([headings, *(row for result in results for row in cells_of(*result))], (0, 2)))
+    if not missing:
+        print("error: L2 norm of the difference from the float64 reference, over the norm of the reference.")
+        print("One case again, or with other numbers: python -m tests.emulator CASE")
+    found = {kernel["label"]: kernel for _, _, own in results for kernel in own}
     problems += [kernel["problem"] for kernel in found.values() if "problem" in kernel]
     for problem in problems:
         print(f"FAILED: {problem}")
-    if missing is None and families:
-        print(
-            "error: L2 norm of the difference from the float64 reference, over the norm of the reference.\n"
-            f"One case again, or with other numbers:\n  python -m tests.emulator {families[0].small}"
-        )
     print(f"{len(found)} kernels compiled. Nothing was timed.")
     return 1 if problems else 0

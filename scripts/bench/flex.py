@@ -1,28 +1,22 @@
 """The cases of flex attention and of its backward, and of making block masks."""
 
-import os
-import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
-from unittest import mock
 
 import torch
 
 import rawmla
 
-from .cases import Arrays, Call, Case, Prepared, Row, worst_error
+from .cases import Arrays, Call, Case, Prepared, worst_error
 from .dense import backward_of
 from .reference import ALL, AttentionCase, Request
-from .timing import host_figures
 
 BLOCK = 128
 """Tokens of a block by which operations are counted, whatever the blocks of a case's mask are."""
 
 SOFTCAP = 30.0
-HOST_TOKENS = 1024  # more tiles than an H200 has SMs, as most calls have: scratch is made and cleared then
 
 
 @dataclass(eq=False)
@@ -53,12 +47,6 @@ class FlexCase(AttentionCase):
 
     def __post_init__(self) -> None:
         self.h_kv = self.h_kv or self.h_q
-
-    @property
-    def is_compared(self) -> bool:
-        """Whether torch's flex attention runs beside."""
-        plain = self.block_size == BLOCK and not self.cuda and not self.further
-        return plain and self.mask != "prefix" and self.score not in ("bias", "scale", "scalar")
 
     def flops(self) -> int:
         """Q·K^T and P·V in the blocks of BLOCK x BLOCK positions of which any is attended."""
@@ -106,7 +94,6 @@ class FlexCase(AttentionCase):
         return functions.get(self.score)
 
     def of_request(self, array: Any, number: int, keys: bool = False) -> Any:
-        """See AttentionCase."""
         return array[number].transpose(0, 1)
 
     def request(self, inputs: Arrays, number: int, heads: slice = ALL, table: Any = None) -> Request:
@@ -155,7 +142,8 @@ class FlexCase(AttentionCase):
 
     def peers(self, calls: Callable[[Callable[[Any], Call]], Call]) -> dict[str, Any]:
         """torch's flex attention by both of its backends; `calls` takes what makes a forward call."""
-        if not self.is_compared:
+        plain = self.block_size == BLOCK and not self.cuda and not self.further
+        if not plain or self.mask == "prefix" or self.score in ("bias", "scale", "scalar"):
             return {}
         return {
             "torch's Triton": lambda: calls(lambda inputs: self.torch_flex(inputs, None)),
@@ -267,18 +255,16 @@ class FlexBackwardCase(FlexCase):
         inputs = inputs.but(dout=torch.randn_like(out), out=out, lse=lse)
         arrays = inputs.dout, inputs.q, inputs.k, inputs.v, out, lse
 
-        def backward(deterministic: bool, score: Any) -> Call:
+        def backward(deterministic: bool) -> Call:
             given = {"enable_gqa": gqa, "deterministic": deterministic}
             no_grad = torch.no_grad()
             return no_grad(lambda _: rawmla.flex_attention_backward(*arrays, score, block_mask, **given))
 
         check = partial(self.check_gradients, inputs)
-        call, ordered, without = backward(False, score), backward(True, score), None
-        if self.captured:
-            without = backward(False, self.score_function(inputs.table.detach()))
+        call, ordered = backward(False), backward(True)
         error = max(check(call(0)), check(ordered(0)))
         peers = self.peers(lambda make: backward_of(make, inputs, inputs.dout, check))
-        return Prepared(call, error, ordered=ordered, without=without, peers=peers)
+        return Prepared(call, error, ordered=ordered, peers=peers)
 
 
 @dataclass(eq=False)
@@ -300,36 +286,5 @@ class BlockMaskCase(Case):
         assert torch.equal(counts, full.sum(1)), f"{self.id}: other full blocks"
 
     def prepare(self) -> Prepared:
-        """See Case. Measures one call with the wait for its end, too."""
         self.check(self.call())
-
-        def call_and_wait() -> None:
-            self.call()
-            torch.cuda.synchronize()
-
-        def more(_: int) -> Row:
-            return {"call_us": host_figures("mask", call_and_wait)["mask_call_us"]}
-
-        return Prepared(self.call, 0.0, more=more)
-
-
-def time_host() -> dict[str, float]:
-    """Host microseconds of one eager flex call on a small case, warm, with a score and a mask function of
-    Python; and the seconds that the first call of another score function takes, whose kernel no cache has.
-    """
-    case = FlexCase.named(f"flex-b2-s{HOST_TOKENS}-h16-d128-causal-alibi")
-    assert case is not None
-    inputs = case.make_inputs()
-    score, block_mask = case.score_function(inputs.table), case.block_mask(inputs)
-
-    def call(score_mod: Any = score) -> None:
-        rawmla.flex_attention(inputs.q, inputs.k, inputs.v, score_mod, block_mask)
-
-    figures = host_figures("flex", call)
-    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, RAWMLA_CACHE_DIR=folder):
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        call(lambda score, b, h, q_idx, kv_idx: score + torch.sin(q_idx - kv_idx))
-        torch.cuda.synchronize()
-        figures["flex_first_call_s"] = time.perf_counter() - begin
-    return figures
+        return Prepared(self.call, 0.0)

@@ -54,7 +54,7 @@ def _beside(ready: Prepared, kind: type[Graph], count: int) -> tuple[dict[str, G
 
 
 def _backward_figures(ready: Prepared, count: int, replays: int) -> Row:
-    """The deterministic time, and the ratio to the time without the gradient of a captured tensor."""
+    """The deterministic time of a backward, and its ratio to the plain one."""
     if ready.ordered is None:
         return {}
 
@@ -62,8 +62,7 @@ def _backward_figures(ready: Prepared, count: int, replays: int) -> Row:
         return time_graph(repeat(call, count), count, replays)["us"]
 
     plain, ordered = us(ready.call), us(ready.ordered)
-    row = {"deterministic_us": ordered, "deterministic_ratio": ordered / plain}
-    return row if ready.without is None else {**row, "captured_ratio": plain / us(ready.without)}
+    return {"deterministic_us": ordered, "deterministic_ratio": ordered / plain}
 
 
 def time_attention(case: Case, rounds: int, replays: int, sustain_seconds: float) -> Row:

@@ -1,7 +1,6 @@
 """The cases of MLA: dense and sparse decoding, sparse prefill, and the plan of a decoding step."""
 
 import random
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +13,7 @@ from kit.sparse import SparseCase as Layout
 from kit.sparse import SparseInputs, make_cache, row_format
 
 from .cases import DTYPES, LENGTH_SEED, Arrays, Call, Case, Prepared, Row, worst_error
-from .measure import GRAPH_FLOPS, calls_per_graph
-from .timing import CALLS_PER_GRAPH, repeat, rest, slope, time_graph
+from .timing import slope
 
 D_QK, D_V = 576, 512
 """Head dimensions of dense decoding: V is the first 512 columns of K."""
@@ -32,9 +30,6 @@ EXTRA_TOKENS = {
 COLD_L2_FACTOR = 3
 MAX_ROTATED_SETS = 64
 METADATA_GRAPH_CALLS = (20, 120)
-
-RANDOM_AT_A_TIME = 1 << 26
-"""Random numbers drawn at a time for the indices of prefill (256 MiB), which bounds their memory."""
 
 SAMPLED_QUERIES = 8
 
@@ -70,42 +65,21 @@ def _time_plan(replays: int, *arguments: Any, invariant: bool = False) -> float:
     return slope(call, *METADATA_GRAPH_CALLS, replays)
 
 
-class DecodingCase(Case):
-    """A case of decoding, with a plan. `invariant`: in batch-invariant mode."""
+def _prepare(case: "DecodeCase | SparseCase") -> Prepared:
+    """A case of decoding with its plan, which is timed too."""
+    sets = rotated_sets(case)
+    inputs = case.make_inputs(sets)
+    call = case.calls(rawmla, inputs)
 
-    invariant: bool
+    def more(replays: int) -> Row:
+        return {"meta_us": _time_plan(replays, *case.plan_arguments(inputs), invariant=case.invariant)}
 
-    def plan_arguments(self, inputs: Arrays) -> tuple[Any, ...]:
-        """The arguments of get_mla_metadata."""
-        raise NotImplementedError
-
-    def make_inputs(self, sets: int = 1, device: str = "cuda") -> Arrays:
-        """Inputs with disjoint sets of pages, which hold as many caches."""
-        raise NotImplementedError
-
-    def calls(self, module: Any, inputs: Arrays) -> Call:
-        """Calls of rawmla, or of another module with the same functions."""
-        raise NotImplementedError
-
-    def check(self, inputs: Arrays, out: Any) -> float:
-        """Error of some requests."""
-        raise NotImplementedError
-
-    def prepare(self) -> Prepared:
-        """See Case. Measures the plan, too."""
-        sets = rotated_sets(self)
-        inputs = self.make_inputs(sets)
-        call = self.calls(rawmla, inputs)
-
-        def more(replays: int) -> Row:
-            return {"meta_us": _time_plan(replays, *self.plan_arguments(inputs), invariant=self.invariant)}
-
-        peers = {"FlashMLA": lambda: self.calls(_flash_mla(), inputs)}
-        return Prepared(call, self.check(inputs, call(0)[0]), sets, peers=peers, more=more)
+    peers = {"FlashMLA": lambda: case.calls(_flash_mla(), inputs)}
+    return Prepared(call, case.check(inputs, call(0)[0]), sets, peers=peers, more=more)
 
 
 @dataclass(eq=False)
-class DecodeCase(DecodingCase):
+class DecodeCase(Case):
     """One dense decode call: b requests of about s_k tokens each, paged cache, V inside K."""
 
     template = "decode-b{b}-q{s_q}-k{s_k}-h{h_q}[-{causal}]-{dtype:bf16|fp16}-(fixed|{varlen})[-{invariant}]"
@@ -172,11 +146,9 @@ class DecodeCase(DecodingCase):
         return worst_error(self, ((f"request {number}", got, one) for number, got, one in found))
 
     def plan_arguments(self, inputs: Arrays) -> tuple[Any, ...]:
-        """See DecodingCase."""
         return inputs.cache_seqlens, self.s_q * self.h_q, 1, self.h_q
 
     def calls(self, module: Any, inputs: Arrays) -> Call:
-        """See DecodingCase."""
         ours = {"enable_batch_invariant": self.invariant} if module is rawmla else {}
         plan = module.get_mla_metadata(*self.plan_arguments(inputs)[: 4 if ours else 3], **ours)
 
@@ -186,9 +158,12 @@ class DecodeCase(DecodingCase):
 
         return call
 
+    def prepare(self) -> Prepared:
+        return _prepare(self)
+
 
 @dataclass(eq=False)
-class SparseCase(DecodingCase):
+class SparseCase(Case):
     """One sparse decode call: every query token attends `topk` tokens of its request's s_k, a random subset,
     and `extra_topk` of the same number in an extra cache.
 
@@ -300,13 +275,12 @@ class SparseCase(DecodingCase):
         return worst_error(self, found)
 
     def plan_arguments(self, inputs: Arrays) -> tuple[Any, ...]:
-        """See DecodingCase: what rawmla takes from the arguments of a sparse call."""
+        """What rawmla takes from the arguments of a sparse call."""
         requests = torch.zeros(self.b, dtype=torch.int32, device=inputs.q.device)
         slots = 64 * (-(-self.topk // 64) + -(-self.extra_topk // 64))
         return requests, self.s_q * self.h_q, 1, self.h_q, self.layout != "bf16", slots
 
     def calls(self, module: Any, inputs: Arrays) -> Call:
-        """See DecodingCase."""
         ours = {"enable_batch_invariant": self.invariant} if module is rawmla else {}
         plan, _ = module.get_mla_metadata(**ours)
         q = inputs.q if ours else _padded(inputs.q)
@@ -323,6 +297,9 @@ class SparseCase(DecodingCase):
             )
 
         return call
+
+    def prepare(self) -> Prepared:
+        return _prepare(self)
 
 
 @dataclass(eq=False)
@@ -353,31 +330,22 @@ class PrefillCase(Case):
 
     def make_inputs(self, sets: int = 1, device: str = "cuda") -> Arrays:
         """q normal(0, 1) clamped to [-1, 1], tokens normal(0, 0.1), of a paged cache quantised and in pages
-        in a random order, which is its `block_table`. `positions` are a random subset of the tokens, and
-        `indices` the rows or slots where they lie. `sets` times as many tokens serve runs whose data must not
-        stay in L2.
+        in a random order. `indices` are the rows or slots of a random subset of the tokens. `sets` times as
+        many tokens serve runs whose data must not stay in L2.
         """
         torch.manual_seed(0)
         q = torch.randn(self.s_q, self.h_q, self.d_qk, device=device).clamp_(-1, 1).bfloat16()
-        positions = self._subsets(device)
+        # The places of the largest random numbers: any subset, in any order, equally likely.
+        positions = torch.rand(self.s_q, 1, self.s_kv, device=device).topk(self.topk).indices.int()
         if self.layout == "bf16":
             shape = sets, self.s_kv, 1, self.d_qk
             kv = torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(0, 0.1)
-            return Arrays(q=q, kv_sets=list(kv), indices=positions, positions=positions, block_table=None)
+            return Arrays(q=q, kv_sets=list(kv), indices=positions)
         pages = -(-self.s_kv // PAGE)
         k_cache = make_cache(self._layout(1), sets * pages, PAGE, device)
         table = torch.randperm(pages, device=device)
         indices = (table[positions // PAGE] * PAGE + positions % PAGE).int()
-        kv_sets, table = list(k_cache.split(pages)), table.int()[None]
-        return Arrays(q=q, kv_sets=kv_sets, indices=indices, positions=positions, block_table=table)
-
-    def _subsets(self, device: str) -> Any:
-        """`topk` distinct tokens of the s_kv per query token, in a random order: int32 [s_q, 1, topk]."""
-        found = torch.empty(self.s_q, 1, self.topk, dtype=torch.int32, device=device)
-        for rows in found.split(max(RANDOM_AT_A_TIME // self.s_kv, 1)):
-            # The places of the largest random numbers: any subset, in any order, equally likely.
-            rows[:, 0] = torch.rand(len(rows), self.s_kv, device=device).topk(self.topk).indices
-        return found
+        return Arrays(q=q, kv_sets=list(k_cache.split(pages)), indices=indices)
 
     def _layout(self, b: int) -> Layout:
         """The case as tests/kit knows it: `b` query tokens as requests that share a cache."""
@@ -397,30 +365,6 @@ class PrefillCase(Case):
         want, _ = torch_reference.sparse_decode(chosen)
         found = zip(queries.tolist(), out[queries], want[:, 0], strict=True)
         return worst_error(self, ((f"query token {token}", got, one) for token, got, one in found))
-
-    def time_gathered(self, inputs: Arrays, replays: int) -> Row:
-        """The other way to prefill from a paged cache: gather its tokens into bf16 rows and attend those.
-        Both together, and the gather alone.
-        """
-        device = inputs.q.device
-        rows = torch.empty(self.s_kv, self.d_qk, dtype=torch.bfloat16, device=device)
-        lengths = torch.full((1,), self.s_kv, dtype=torch.int32, device=device)
-        starts, table = torch.zeros_like(lengths), inputs.block_table
-
-        def gather(_: int) -> None:
-            rawmla.gather_kv_cache(inputs.kv_sets[0], table, lengths, rows, workspace_starts=starts)
-
-        def both(number: int) -> Any:
-            gather(number)
-            return rawmla.flash_mla_sparse_fwd(inputs.q, rows[:, None], inputs.positions, self.d_qk**-0.5)[0]
-
-        self.check(inputs, both(0))
-        rest()
-        count = calls_per_graph(self, GRAPH_FLOPS)
-        return {
-            "gathered_us": time_graph(repeat(both, count), count, replays)["us"],
-            "gather_us": time_graph(repeat(gather, CALLS_PER_GRAPH), CALLS_PER_GRAPH, replays)["us"],
-        }
 
     def prepare(self) -> Prepared:
         sets = rotated_sets(self)
@@ -442,10 +386,8 @@ class PrefillCase(Case):
             return lambda _: module.flash_mla_sparse_fwd(q, kv, indices, self.d_qk**-0.5)
 
         error = self.check(inputs, call(0))
-        if inputs.block_table is None:
-            return Prepared(call, error, sets, peers={"FlashMLA": flash_mla})
-        # No other library has prefill from an FP8 cache: its row has the time of gathering first.
-        return Prepared(call, error, sets, more=lambda replays: self.time_gathered(inputs, replays))
+        # No other library has prefill from an FP8 cache.
+        return Prepared(call, error, sets, peers={"FlashMLA": flash_mla} if self.layout == "bf16" else {})
 
 
 @dataclass(eq=False)
@@ -465,12 +407,3 @@ def time_metadata(case: MetadataCase, rounds: int, replays: int, sustain_seconds
     lengths = DecodeCase("", case.b, 1, 4096, 128, "bf16", varlen=True).lengths()
     us = _time_plan(replays, torch.tensor(lengths, dtype=torch.int32, device="cuda"), 128, 1, 128)
     return {"case": case.id, "us": us, "unrested_us": us}
-
-
-def host_call() -> Callable[[], Any]:
-    """Return an eager decode call on a small case, with a plan."""
-    case = DecodeCase("", 2, 1, 1024, 16, "bf16")
-    inputs = case.make_inputs()
-    plan = rawmla.get_mla_metadata(*case.plan_arguments(inputs))
-    arguments = inputs.q, inputs.k_cache, inputs.block_tables[0], inputs.cache_seqlens, D_V, *plan
-    return lambda: rawmla.flash_mla_with_kvcache(*arguments)

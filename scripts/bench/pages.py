@@ -1,8 +1,13 @@
-"""README's measured section and docs/performance.md, from the record."""
+"""README's measured section and docs/performance.md, from docs/gpu-record.json.
+
+README gets a table by operation between its two markers, docs/performance.md every case. Times of other
+libraries come from docs/peers-h200.json. A record that was changed after its runs is refused.
+"""
 
 from __future__ import annotations
 
-import json
+import argparse
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -12,21 +17,13 @@ from .families import FAMILIES, known
 from .tables import Cells, markdown
 
 README = ROOT / "README.md"
-PEERS = ROOT / "docs" / "peers-h200.json"
 PAGE = ROOT / "docs" / "performance.md"
 BEGIN = "<!-- figures: begin (scripts/update_figures.py) -->"
 END = "<!-- figures: end -->"
-NOTHING_YET = "Nothing has been measured at this version yet: there is no `docs/gpu-record.json`."
 
 WHAT_IS_SHOWN = (
-    "Speed: the fastest other library's time over rawmla's, as the geometric mean of an operation's cases "
-    "and as the least of them. Above 1 rawmla is faster. [Every case in µs](docs/performance.md), "
-    "[how it is measured](docs/benchmark.md)."
-)
-FOOTNOTE = (
-    "Rested: the GPU idles before it is timed. Sustained: it works without a pause, as under load. ¹ A "
-    "stored time of the other library on the same GPU model over rawmla's, which is timed without rests; "
-    "such ratios move by up to 10 %. Under load the other library was not timed."
+    "Speed by operation: the geometric mean of the cases' ratios, and the least one. [Every case in "
+    "µs](docs/performance.md), [how it is measured](docs/benchmark.md)."
 )
 COUNTS = ("passed", "failed", "skipped")
 IN_WORDS: dict[str, Callable[[Row], str]] = {
@@ -89,12 +86,6 @@ def describe_machine(parts: Sequence[record.Part]) -> str:
     )
 
 
-def stored_peers(parts: Sequence[record.Part]) -> list[ratios.Stored]:
-    """Times of other libraries on the record's device; none of another device's."""
-    same = str(json.loads(PEERS.read_text())["device"]).startswith(parts[0]["machine"]["device"])
-    return ratios.load(PEERS) if same else []
-
-
 def bench_rows(parts: Sequence[record.Part]) -> list[Row]:
     """The benchmark's rows that count, in the order of the tables."""
     return known(record.latest(parts, "bench"))
@@ -102,12 +93,10 @@ def bench_rows(parts: Sequence[record.Part]) -> list[Row]:
 
 def readme_section(parts: Sequence[record.Part]) -> str:
     """The Markdown between README's markers."""
-    if not parts:
-        return NOTHING_YET
     texts = []
-    cells = tables.summary_cells(bench_rows(parts), stored_peers(parts))
+    cells = tables.summary_cells(bench_rows(parts), ratios.peers(parts[0]["machine"]["device"]))
     if cells:
-        texts = [WHAT_IS_SHOWN, markdown(cells, code=False), FOOTNOTE]
+        texts = [WHAT_IS_SHOWN, markdown(cells, code=False), tables.NOTE]
     return "\n\n".join([*texts, f"{describe_machine(parts)} {describe_tests(parts)}"])
 
 
@@ -117,14 +106,13 @@ def bench_texts(parts: Sequence[record.Part]) -> list[str]:
     for part in parts:
         if part["stage"] == "bench":
             said = [tables.describe_ceilings(part["ceilings"])]
-            said += [tables.describe_host(part["host"])] if "host" in part else []
             said.append(f"sustained figures: {part['sustain_seconds']:g} s of load each")
             texts.append(f"Run of {part['begin']}: {'; '.join(said)}.")
     failed = record.errors(parts)
     if failed:
         texts.append(f"Failed: {'; '.join(failed)}.")
-    rows, stored = bench_rows(parts), stored_peers(parts)
-    summary = tables.summary_cells(rows, stored, cases=True)
+    rows, stored = bench_rows(parts), ratios.peers(parts[0]["machine"]["device"])
+    summary = tables.summary_cells(rows, stored)
     if summary:
         texts += ["## The fastest other library", markdown(summary, code=False), tables.NOTE]
     for family in FAMILIES:
@@ -137,12 +125,10 @@ def bench_texts(parts: Sequence[record.Part]) -> list[str]:
 def performance_page(parts: Sequence[record.Part]) -> str:
     """docs/performance.md."""
     texts = ["# Performance", f"Written by `scripts/update_figures.py` from `docs/{record.RECORD.name}`."]
-    if not parts:
-        return "\n\n".join([texts[0], NOTHING_YET]) + "\n"
     texts += [
         describe_machine(parts),
         "[benchmark.md](benchmark.md) says how the figures are made and what the columns mean. A dash: not "
-        f"measured. `{PEERS.relative_to(ROOT).as_posix()}` has stored times of other libraries.",
+        f"measured. `{ratios.PEERS.relative_to(ROOT).as_posix()}` has stored times of other libraries.",
     ]
     if any(part["stage"] == "bench" for part in parts):
         texts += bench_texts(parts)
@@ -170,3 +156,20 @@ def written(parts: Sequence[record.Part]) -> dict[Path, str]:
     """The pages by their files."""
     readme = replace_section(README.read_text(), readme_section(parts))
     return {README: readme, PAGE: performance_page(parts)}
+
+
+def main() -> int:
+    """Write the pages; the exit status is 2 where the record is not as its runs wrote it."""
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
+    try:
+        parts = record.merged([record.read(record.RECORD)])
+    except record.RecordError as error:
+        print(f"update_figures.py: {error}", file=sys.stderr)
+        return 2
+    for path, text in written(parts).items():
+        record.write_whole(path, text)
+    if parts[0]["source_sha256"] != record.source_hash(ROOT):
+        print("note: the record was made from other sources than these")
+    return 0

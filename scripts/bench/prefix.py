@@ -2,7 +2,6 @@
 
 import random
 from dataclasses import dataclass
-from functools import cache
 from itertools import accumulate
 from typing import Any
 
@@ -63,7 +62,9 @@ class PrefixCase(AttentionCase):
 
     def flops(self) -> int:
         """Q·K^T and P·V over the positions that each query sees."""
-        return 4 * self.d * self.h_q * _positions(self)
+        tokens = (token for queries in self.query_lengths() for token in range(queries))
+        seen = sum(self.ctx_len + token + 1 - self.first_visible(token) for token in tokens)
+        return 4 * self.d * self.h_q * seen
 
     def bytes_moved(self) -> int:
         """q and the requests' own k and v read once, and what any query sees of the context; out written."""
@@ -155,10 +156,3 @@ class PrefixCase(AttentionCase):
         out = self.call(inputs)
         out, bound = (out.double() * OUT_SCALE, 0.04) if self.fp8out else (out, 0.01)
         return Prepared(lambda _: self.call(inputs), self.check(inputs, out, bound=bound))
-
-
-@cache
-def _positions(case: PrefixCase) -> int:
-    """What all query tokens see, together."""
-    tokens = (token for queries in case.query_lengths() for token in range(queries))
-    return sum(case.ctx_len + token + 1 - case.first_visible(token) for token in tokens)

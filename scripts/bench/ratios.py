@@ -1,13 +1,16 @@
 """Comparing figures with other libraries and with stored runs, only ever with figures taken the same way."""
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from . import record
+from . import ROOT, record
 from .cases import OURS, Row
-from .families import known, table
+from .families import known
+
+PEERS = ROOT / "docs" / "peers-h200.json"
+"""Times of other libraries."""
 
 WAYS = {"rested": "us", "no rests": "unrested_us", "sustained": "sustained_us"}
 """How a figure was taken -> the field of a row that holds it (docs/benchmark.md)."""
@@ -38,33 +41,22 @@ class Pair(NamedTuple):
         return self.theirs / self.ours
 
 
-def _of_libraries(data: dict[str, Any]) -> Iterator[Stored]:
-    """Lists of rows by library: of a key, what stands before an @ or a comma is its name."""
-    for key, rows in data.items():
-        for row in rows if isinstance(rows, list) else ():
-            if row["case"] in table():
-                label = key.partition("@")[0].partition(",")[0]
-                yield Stored(label, row["case"], {STORED_WAY: float(row["us"])})
+def peers(device: str) -> list[Stored]:
+    """Times of other libraries on this device; none of another device's."""
+    data = json.loads(PEERS.read_text())
+    libraries = {key: rows for key, rows in data.items() if isinstance(rows, list)}
+    return [
+        Stored(key.partition("@")[0].partition(",")[0], row["case"], {STORED_WAY: row["us"]})
+        for key, rows in libraries.items()
+        for row in (rows if data["device"].startswith(device) else [])
+    ]
 
 
-def load(path: Path) -> list[Stored]:
-    """Stored times of this benchmark's cases: of a record, as --json writes it, or of other libraries, as
-    docs/peers-h200.json has them. Raises ValueError when the file cannot be read or holds no such time.
-    """
-    try:
-        data = json.loads(path.read_text())
-        if "parts" in data:
-            rows = known(record.latest(record.read(path), "bench"))
-            times = ({way: float(row[key]) for way, key in WAYS.items() if key in row} for row in rows)
-            named = zip(rows, times, strict=True)
-            found = [Stored(path.stem, row["case"], one) for row, one in named if one]
-        else:
-            found = list(_of_libraries(data))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path}: {type(error).__name__}: {error}") from None
-    if not found:
-        raise ValueError(f"{path}: no times of this benchmark's cases")
-    return found
+def of_run(path: Path) -> list[Stored]:
+    """The times of an earlier run, from its record."""
+    rows = known(record.latest(record.read(path), "bench"))
+    times = ((row["case"], {way: row[key] for way, key in WAYS.items() if key in row}) for row in rows)
+    return [Stored(path.stem, case, own) for case, own in times if own]
 
 
 def pairs(row: Row, stored: Sequence[Stored]) -> list[Pair]:

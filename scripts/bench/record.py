@@ -30,7 +30,7 @@ NAMES = {"bench": "case", "tests": "file", "sanitizer": "tool"}
 SAME = ("source_sha256", "device", "driver", "nvrtc")
 """What the parts of one record have in common."""
 
-OPTIONS = {"bench": ("bench_args",), "tests": ("tests", "test_args"), "sanitizer": ()}
+OPTIONS = {"bench": ("bench_args",), "tests": ("tests",), "sanitizer": ()}
 """What a part keeps of the command line."""
 
 HASHED_FOLDERS = ("cuda_src", "rawmla", "tests", "scripts", "examples")
@@ -117,26 +117,11 @@ def new_part(stage: str, options: dict[str, Any]) -> Part:
     }
 
 
-def _aside(path: Path) -> Path:
-    return path.with_name(f".{path.name}.{os.getpid()}.tmp")
-
-
-def check_writable(path: Path) -> None:
-    """Raise ValueError when a file could not be written at path; nothing is left there."""
-    if path.is_dir():
-        raise ValueError(f"{path} is a folder")
-    try:
-        _aside(path).write_bytes(b"")
-        _aside(path).unlink()
-    except OSError as error:
-        raise ValueError(f"{path} cannot be written: {error.strerror}") from None
-
-
 def write_whole(path: Path, text: str) -> None:
     """Write a file beside its place and rename it: an interrupted program leaves the old file or the new
     one.
     """
-    aside = _aside(path)
+    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         aside.write_text(text)
         aside.replace(path)

@@ -21,9 +21,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .cases import Case
 
-INTERRUPTED = 130
-"""Exit status after Ctrl-C, as shells have it."""
-
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line, checked as far as it can be before anything runs. `chosen` are the cases, `stored`
@@ -39,19 +36,17 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     load = "seconds of load without rest for the sustained figure of an attention case (default 2)"
     add("--sustain-seconds", type=float, default=2.0, metavar="S", help=load)
     add("--json", type=Path, metavar="FILE", help="write a record to FILE, anew after each case")
-    add("--against", type=Path, metavar="FILE", help="print the ratio to stored times taken the same way")
+    add("--against", type=Path, metavar="FILE", help="print the ratio to the record of an earlier run too")
     options = parser.parse_args(arguments)
     if options.replays < 5:
         parser.error("argument --replays: expected at least 5")
     if not (math.isfinite(options.sustain_seconds) and options.sustain_seconds >= 0):
         parser.error("argument --sustain-seconds: expected 0 or more")
-    from . import families, ratios, record
+    from . import families, ratios
 
     try:
         options.chosen = families.select(options.cases)
-        options.stored = ratios.load(options.against) if options.against else []
-        if options.json:
-            record.check_writable(options.json)
+        options.stored = ratios.of_run(options.against) if options.against else []
     except ValueError as error:
         parser.error(str(error))
     return options
@@ -86,25 +81,19 @@ def time_case(case: Case, replays: int, seconds: float) -> dict[str, Any]:
 
 
 def measure(options: argparse.Namespace, part: dict[str, Any], save: Callable[[], None]) -> bool:
-    """Compile, then measure ceilings, cases, ceilings again and host time into a part of a record, which is
+    """Compile, then measure ceilings, cases and ceilings again into a part of a record, which is
     saved after each. True when nothing failed.
 
     What fails is one line of `part["errors"]`, and the rest goes on. Only without the first ceilings, which
     need no kernel of rawmla, nothing is measured.
     """
-    from . import flex, mla
-    from .ahead import Ahead
+    from .ahead import compiled_ahead
     from .cases import one_line
     from .measure import measure_ceilings
     from .tables import add_shares
-    from .timing import host_figures
 
-    beside = Ahead(options.chosen)
-    try:
+    with compiled_ahead(options.chosen):
         part["errors"] = compile_kernels()
-        beside.wait()
-    finally:
-        beside.stop()
     replays, seconds = options.replays, options.sustain_seconds
     part |= {"replays": replays, "sustain_seconds": seconds, "ceilings": [measure_ceilings(replays)]}
     rows, begin = part["rows"], time.monotonic()
@@ -120,9 +109,8 @@ def measure(options: argparse.Namespace, part: dict[str, Any], save: Callable[[]
         print(f"[{number}/{len(options.chosen)}] {elapsed:5.0f} s  {said}", file=sys.stderr, flush=True)
     try:
         part["ceilings"].append(measure_ceilings(replays))
-        part["host"] = host_figures("decode", mla.host_call()) | flex.time_host()
     except Exception as error:  # as for a case
-        part["errors"].append(f"ceilings and host time after the cases: {one_line(error)}")
+        part["errors"].append(f"ceilings after the cases: {one_line(error)}")
     add_shares(rows, part["ceilings"])
     save()
     return not part["errors"]
@@ -130,21 +118,19 @@ def measure(options: argparse.Namespace, part: dict[str, Any], save: Callable[[]
 
 def run_timed(options: argparse.Namespace) -> int:
     """Measure, print the tables, and with --json write a record of one part."""
-    from . import record, tables
+    from . import ratios, record, tables
 
     part = record.new_part("bench", vars(options) | {"bench_args": " ".join(sys.argv[1:])})
     good = measure(options, part, lambda: record.write([part], options.json) if options.json else None)
     if options.json:
         record.write([{**part, "ended": True, "good": good}], options.json)
-    rows = part["rows"]
+    rows, stored = part["rows"], options.stored + ratios.peers(part["machine"]["device"])
     print(", ".join(f"{key} {value}" for key, value in part["machine"].items()))
     print(tables.describe_ceilings(part["ceilings"]))
-    print(f"\n{tables.text_report(rows, options.stored)}\n")
+    print(f"\n{tables.text_report(rows, stored)}\n")
     failures = dict.fromkeys(item for row in rows for item in row.get("not_compared", {}).items())
     for name, text in failures:
         print(f"not compared with {name}: {text}")
-    if "host" in part:
-        print(tables.describe_host(part["host"]))
     for error in part["errors"]:
         print(f"FAILED: {error}")
     return 0 if good else 1
@@ -155,16 +141,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
     from . import emulated, families, record
 
-    try:
-        if options.list:
-            print("\n".join(case.id for case in options.chosen))
-            return 0
-        reason = record.why_no_timing()
-        if reason is None:
-            return run_timed(options)
-        return emulated.run(
-            reason, list(dict.fromkeys(families.family_of(case.id) for case in options.chosen))
-        )
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return INTERRUPTED
+    if options.list:
+        print("\n".join(case.id for case in options.chosen))
+        return 0
+    reason = record.why_no_timing()
+    if reason is None:
+        return run_timed(options)
+    return emulated.run(reason, list(dict.fromkeys(families.family_of(case.id) for case in options.chosen)))

@@ -21,41 +21,35 @@ WIDTH = 120
 """Of tables for the terminal, in columns."""
 
 NOTE = (
-    "A ratio is the other library's time over ours, so above 1 rawmla is faster; both times were taken the "
-    "same way. ¹ Beside a stored time of the other library on the same GPU model; rawmla's was taken without "
-    "rests. Such ratios move by up to 10 %, and under load the other library was not timed."
+    "A ratio is the other library's time over rawmla's, taken the same way: above 1 rawmla is faster. Rested: "
+    "the GPU idles before it is timed. Sustained: it works without a pause, as under load. ¹ A stored time of "
+    "the other library on the same GPU model over rawmla's, which is timed without rests; such ratios move by "
+    "up to 10 %. Under load the other library was not timed."
 )
-
-
-SHORT = {
+COLUMNS = {
     "rested µs": "{us:.1f}",
     "no rests µs": "{unrested_us:.1f}",
     "sustained µs": "{sustained_us:.1f}",
-    "share of roof": "{percent:.0f} % {roof}",
-}
-"""Columns for the terminal: a heading, and how a cell is made of a row. A row without such a figure has no
-cell, a column without cells is not shown.
-"""
-COLUMNS = {
-    **{heading: form for heading, form in SHORT.items() if heading != "share of roof"},
     "W": "{sustained_watts:.0f}",
     "mJ": "{sustained_mj:.2f}",
     "MHz": "{sustained_mhz:.0f}",
     "cold L2 µs": "{cold_us:.1f}",
     "TFLOP/s": "{tflops:.0f}",
     "GB/s": "{gbps:.0f}",
-    "share of roof": SHORT["share of roof"],
+    "share of roof": "{percent:.0f} % {roof}",
     "metadata µs": "{meta_us:.1f}",
-    "gathered first µs (gather)": "{gathered_us:.1f} ({gather_us:.1f})",
-    "one call with its wait µs": "{call_us:.1f}",
     "deterministic rested µs": "{deterministic_us:.1f}",
     "deterministic / plain": "{deterministic_ratio:.3f}",
-    "captured gradient / none": "{captured_ratio:.3f}",
     "timed as": "{timed_as}",
 }
+"""A heading, and how a cell is made of a row. A row without such a figure has no cell, a column without cells
+is not shown.
+"""
+SHORT = ("rested µs", "no rests µs", "sustained µs", "share of roof")
+"""Columns of attention for the terminal."""
 
 
-def _cells(row: Row, found: Sequence[Pair], columns: dict[str, str]) -> dict[str, str]:
+def _cells(row: Row, found: Sequence[Pair]) -> dict[str, str]:
     """The cells of a row by their headings. For each way that the figures were taken: the other libraries and
     runs, ours beside them, and the ratio to the better of them.
     """
@@ -63,7 +57,7 @@ def _cells(row: Row, found: Sequence[Pair], columns: dict[str, str]) -> dict[str
     if "deterministic_us" in row:
         figures["timed_as"] = "calls" if "beside" in row else "graphs"
     cells = {"case": row["case"]}
-    for heading, form in columns.items():
+    for heading, form in COLUMNS.items():
         with suppress(KeyError):
             cells[heading] = form.format_map(figures)
     for way, key in WAYS.items():
@@ -83,7 +77,7 @@ def family_cells(
     """
     own = [(row, pairs(row, stored)) for row in rows if family_of(row["case"]) is family]
     columns = SHORT if short and family.attention else COLUMNS
-    cells = [_cells(row, found, columns) for row, found in own]
+    cells = [_cells(row, found) for row, found in own]
     headings = ["case", *columns]
     for way in WAYS:
         labels = dict.fromkeys(pair.label for _, found in own for pair in found if pair.way == way)
@@ -94,36 +88,28 @@ def family_cells(
     return [shown, *([row.get(heading, EMPTY) for heading in shown] for row in cells)] if own else []
 
 
-def summary_cells(rows: Sequence[Row], stored: Sequence[Stored], *, cases: bool = False) -> Cells:
+def summary_cells(rows: Sequence[Row], stored: Sequence[Stored]) -> Cells:
     """A row for each family that has a ratio: the fastest other libraries, the most frequent first, geometric
-    mean and least, rested and sustained; with `cases` also the case of the least rested ratio. Ratios to
-    stored times stand in the place of the rested ones where nothing ran beside.
+    mean and least, rested and sustained. Ratios to stored times stand in the place of the rested ones where
+    nothing ran beside.
     """
     figures = ("rested, mean", "least", "sustained, mean", "least")
-    cells = [["operation", "fastest other library", "cases", *figures, *(["least case"] if cases else [])]]
+    cells = [["operation", "fastest other library", "cases", *figures]]
     for family in FAMILIES:
-        own = {row["case"]: pairs(row, stored) for row in rows if family_of(row["case"]) is family}
-        fastest = {
-            way: [(pair, case) for case, found in own.items() if (pair := better(found, way)) is not None]
-            for way in WAYS
-        }
+        own = [pairs(row, stored) for row in rows if family_of(row["case"]) is family]
+        fastest = {way: [pair for found in own if (pair := better(found, way))] for way in WAYS}
         beside = bool(fastest["rested"] or fastest["sustained"])
-        first = "rested" if beside else STORED_WAY
-        if not any(fastest.values()):
+        ways = "rested" if beside else STORED_WAY, "sustained"
+        shown = fastest[ways[0]] or fastest["sustained"]
+        if not shown:
             continue
-        shown = fastest[first] or fastest["sustained"]
-        labels = Counter(pair.label.removesuffix(" beside") for pair, _ in shown)
+        labels = Counter(pair.label.removesuffix(" beside") for pair in shown)
         row = [family.title, ", ".join(name for name, _ in labels.most_common()), str(len(shown))]
-        for way in (first, "sustained"):
-            ratios = [pair.ratio for pair, _ in fastest[way]]
-            texts = (
-                [f"{one:.2f}{'' if beside else '¹'}" for one in (geometric_mean(ratios), min(ratios))]
-                if ratios
-                else []
-            )
-            row += texts or [EMPTY, EMPTY]
-        least = min(((pair.ratio, case) for pair, case in fastest[first]), default=None)
-        cells.append([*row, *([f"`{least[1]}`" if least else EMPTY] if cases else [])])
+        for way in ways:
+            ratios = [pair.ratio for pair in fastest[way]]
+            mark = "" if beside else "¹"
+            row += [f"{of(ratios):.2f}{mark}" if ratios else EMPTY for of in (geometric_mean, min)]
+        cells.append(row)
     return cells if len(cells) > 1 else []
 
 
@@ -139,10 +125,9 @@ def fitted(cells: Cells, left: Sequence[int] = (0,)) -> str:
             shown.add_column(heading.replace(" ", "\n"), justify="right", no_wrap=True)
     for row in cells[1:]:
         shown.add_row(*row)
-    console = Console(width=WIDTH, file=io.StringIO(), highlight=False, markup=False, color_system=None)
-    with console.capture() as captured:
-        console.print(shown)
-    return "\n".join(line.rstrip() for line in captured.get().splitlines())
+    text = io.StringIO()
+    Console(width=WIDTH, file=text, highlight=False, markup=False).print(shown)
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
 
 def markdown(cells: Cells, *, code: bool = True) -> str:
@@ -189,18 +174,3 @@ def describe_ceilings(ceilings: Iterable[dict[str, float]]) -> str:
         f"ceilings of this run, before and after: bf16 8192^3 matmul {matmul} TFLOP/s, "
         f"elementwise copy {copy} TB/s"
     )
-
-
-def describe_host(host: dict[str, float]) -> str:
-    """One line on the host time of a decode call and of a flex call."""
-    texts = []
-    for name in (key.removesuffix("_call_us") for key in host if key.endswith("_call_us")):
-        median, p90, quiet = (host[f"{name}_call{part}_us"] for part in ("", "_p90", "_quiet"))
-        texts.append(
-            f"host time of one {name} call {median:.1f} µs (median; nine of ten calls up to {p90:.1f}, "
-            f"median of the quietest burst {quiet:.1f})"
-        )
-    if "flex_first_call_s" in host:
-        seconds = host["flex_first_call_s"]
-        texts.append(f"the first flex call of a new function {seconds:.1f} s, with its compilation")
-    return "; ".join(texts)

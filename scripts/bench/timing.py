@@ -1,4 +1,4 @@
-"""Timing of calls through torch, rested, without rests and under load; and of calls on the host.
+"""Timing of calls through torch, rested, without rests and under load.
 
 Needs torch with a CUDA GPU. Times are in microseconds.
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .power import Meter
+from .power import meter
 
 CALLS_PER_GRAPH = 10
 WARMUP_REPLAYS = 2
@@ -31,8 +31,6 @@ REST_AFTER_LOAD_SECONDS = 0.3
 QUEUED_SECONDS = 0.02
 # A GPU's clock, rounded up.
 CYCLES_PER_SECOND = 2 * 10**9
-HOST_BURSTS = 10
-HOST_CALLS = 500  # of a burst
 
 
 def timing_of(samples: list[float]) -> dict[str, float]:
@@ -100,7 +98,7 @@ class Graph:
         """Replay without a pause for `seconds`: `us` is the mean of a call over the second half. `watts`,
         `mhz` and `mj`, millijoules of a call, are of that half too, where power can be read.
         """
-        with torch.cuda.stream(self.stream), Meter(seconds / 2) as meter:
+        with torch.cuda.stream(self.stream), meter(seconds / 2) as readings:
             _, replay = self._warm_up()
             allowed = max(2, round(QUEUED_SECONDS / replay))
             queued: deque[Any] = deque()
@@ -120,10 +118,11 @@ class Graph:
                     queued.popleft().synchronize()
             end.record()
             end.synchronize()
-        us, figures = middle.elapsed_time(end) * 1e3 / (timed * self.count), meter.figures()
-        if "watts" in figures:
-            figures["mj"] = figures["watts"] * us / 1e3
-        return {"us": us, **figures}
+        us = middle.elapsed_time(end) * 1e3 / (timed * self.count)
+        if not readings:
+            return {"us": us}
+        watts, mhz = map(statistics.fmean, zip(*readings, strict=True))
+        return {"us": us, "watts": watts, "mhz": mhz, "mj": watts * us / 1e3}
 
     def _warm_up(self) -> tuple[float, float]:
         """Replay at least WARMUP_REPLAYS times and WARMUP_SECONDS. The seconds of all and of one replay."""
@@ -183,33 +182,3 @@ def slope(call: Callable[[int], Any], few: int, many: int, replays: int) -> floa
     short = time_graph(repeat(call, few), 1, replays)["us"]
     long = time_graph(repeat(call, many), 1, replays)["us"]
     return (long - short) / (many - few)
-
-
-def host_figures(name: str, call: Callable[[], Any]) -> dict[str, float]:
-    """Host microseconds of one call, warm; the queue never fills. Median and ninth decile of all calls, and
-    the median of the quietest burst of them: a host with neighbours is slow for hundredths of a second at a
-    time.
-    """
-
-    def burst() -> list[float]:
-        samples = []
-        for i in range(HOST_CALLS):
-            if i % 20 == 0:
-                torch.cuda.synchronize()
-            start = time.perf_counter_ns()
-            call()
-            samples.append((time.perf_counter_ns() - start) / 1e3)
-        torch.cuda.synchronize()
-        return samples
-
-    burst()
-    bursts = []
-    for _ in range(HOST_BURSTS):
-        time.sleep(REST_SECONDS)
-        bursts.append(burst())
-    calls = sorted(sample for samples in bursts for sample in samples)
-    return {
-        f"{name}_call_us": statistics.median(calls),
-        f"{name}_call_p90_us": calls[int(0.9 * len(calls))],
-        f"{name}_call_quiet_us": min(map(statistics.median, bursts)),
-    }
