@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import os
 import re
 import shlex
@@ -56,8 +55,6 @@ ONE_THREAD_EACH = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 """For processes side by side. As many threads as there are cores, in each of them, would make every small
 operation on the CPU wait for the others, and torch.compile would start as many processes.
 """
-LONG_SECONDS = 3.0
-"""Tests that take this long are in the record by name, for the next run to begin with."""
 
 Counts = dict[str, Any]
 Answer = tuple[dict[str, Counts], int, str]
@@ -104,7 +101,7 @@ class Run:
 
 def parse_junit(text: str) -> dict[str, Counts]:
     """Counts per file of a JUnit report of the family xunit1, which names files: passed, failed, skipped,
-    reasons, the seconds of its tests, and the long ones by name.
+    reasons, and the seconds of its tests.
     """
     found: dict[str, Counts] = {}
     for case in ElementTree.fromstring(text).iter("testcase"):
@@ -112,11 +109,9 @@ def parse_junit(text: str) -> dict[str, Counts]:
         module = case.get("classname") or case.get("name") or ""
         file = case.get("file") or f"{module.replace('.', '/')}.py"
         empty: Counts = {"passed": 0, "failed": 0, "skipped": 0, "skip_reasons": {}}
-        counts = found.setdefault(file, {**empty, "failures": [], "seconds": 0.0, "long": {}})
-        name, seconds = f"{module}::{case.get('name')}", float(case.get("time", "0"))
-        counts["seconds"] = round(counts["seconds"] + seconds, 3)
-        if seconds >= LONG_SECONDS:
-            counts["long"][name] = seconds
+        counts = found.setdefault(file, {**empty, "failures": [], "seconds": 0.0})
+        name = f"{module}::{case.get('name')}"
+        counts["seconds"] = round(counts["seconds"] + float(case.get("time", "0")), 3)
         skipped = case.find("skipped")
         if case.find("failure") is not None or case.find("error") is not None:
             counts["failed"] += 1
@@ -153,24 +148,6 @@ def run_pytest(
     return results, process.returncode, "".join(lines)
 
 
-def known_seconds(rows: Iterable[Counts]) -> dict[str, float]:
-    """What a test took, by its name where it was long, and in the mean of a file by the file's name."""
-    known: dict[str, float] = {}
-    for row in rows:
-        number = row["passed"] + row["failed"]
-        if number:
-            known |= {**row["long"], row["file"]: row["seconds"] / number}
-    return known
-
-
-def side_by_side(run: Run, folder: Path) -> dict[str, str]:
-    """The environment of processes beside others: ONE_THREAD_EACH, and the order of tests/conftest.py."""
-    known = (record.read(record.RECORD) if record.RECORD.exists() else []) + run.earlier
-    path = folder / "seconds.json"
-    path.write_text(json.dumps(known_seconds(record.latest(known, "tests"))))
-    return {**ONE_THREAD_EACH, "TEST_SECONDS": str(path)}
-
-
 def test_files() -> list[str]:
     """The test files of the tree, folder by folder: pytest 9.1 loses fixtures of a conftest.py where files of
     several folders alternate. Those that emulate kernels, which take longest, come first in their folder, and
@@ -193,9 +170,8 @@ def run_tests(run: Run) -> bool:
     for chosen, arguments in ((together, TOGETHER.split()), (alone, [])):
         if not chosen:
             continue
-        with tempfile.TemporaryDirectory() as folder:
-            environment = side_by_side(run, Path(folder)) if chosen is together else {}
-            results, status, _ = run_pytest(["--full", *arguments, *chosen], [], environment)
+        environment = ONE_THREAD_EACH if chosen is together else {}
+        results, status, _ = run_pytest(["--full", *arguments, *chosen], [], environment)
         run.part["rows"] += [{"file": name, **counts} for name, counts in results.items()]
         good &= status in (0, 5) and bool(results)  # 5, with results: every file was skipped as a whole
         run.save()
@@ -247,8 +223,8 @@ def run_sanitizer(run: Run) -> bool:
     chosen = ["--full", "-m", "sanitizer", *files_with_marker("sanitizer")]
     start = time.monotonic()
     good = True
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(count * len(SANITIZER_TOOLS)) as pool:
-        environment = {**side_by_side(run, Path(folder)), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    with ThreadPoolExecutor(count * len(SANITIZER_TOOLS)) as pool:
+        environment = {**ONE_THREAD_EACH, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 
         def watch(tool: str, part: int) -> tuple[Answer, float]:
             port = SANITIZER_PORT + SANITIZER_PORTS * (SANITIZER_TOOLS.index(tool) * count + part)
