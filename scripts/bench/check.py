@@ -1,7 +1,7 @@
 """Everything that only a GPU machine can say, written to docs/gpu-record.json.
 
 Stages, in this order: `bench` (the benchmark; first, since minutes of tests heat the GPU and slow it),
-`tests` (every test file by several processes, long tests first, then those that measure time by themselves),
+`tests` (every test file by several processes, then those that measure time by themselves),
 `sanitizer` (the cases marked `sanitizer`, in parts and under each tool of compute-sanitizer, all side by
 side; keep their shapes tiny). A run of a stage is one part of the record, with its machine; what ran before
 stays beside what runs again. So the stages, and even the files or cases of one stage, can run in separate
@@ -23,14 +23,14 @@ import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from . import ROOT, record
 from . import run as benchmark
+from .pages import IN_WORDS
 
 STAGES = ("bench", "tests", "sanitizer")
 SANITIZER_TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
@@ -79,24 +79,6 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     )
     add("--merge", nargs="+", type=Path, metavar="FILE", help="run nothing; write these records as one")
     return parser.parse_args(arguments)
-
-
-@dataclass
-class Run:
-    """A part of the record while it is made, and the parts before it."""
-
-    options: argparse.Namespace
-    part: record.Part
-    earlier: list[record.Part]
-
-    def parts(self) -> list[record.Part]:
-        """The earlier ones, and this one if it has a row."""
-        return [*self.earlier, self.part] if self.part["rows"] else self.earlier
-
-    def save(self) -> None:
-        """Write the record with the rows that are known by now."""
-        if self.part["rows"]:
-            record.write(self.parts(), self.options.record)
 
 
 def parse_junit(text: str) -> dict[str, Counts]:
@@ -161,9 +143,9 @@ def test_files() -> list[str]:
     return [path.relative_to(ROOT).as_posix() for path in paths]
 
 
-def run_tests(run: Run) -> bool:
+def run_tests(options: argparse.Namespace, part: record.Part, save: Callable[[], None]) -> bool:
     """Run the test files and note their counts; True when all passed."""
-    names = [name for name in test_files() if re.search(run.options.tests or "", name)]
+    names = [name for name in test_files() if re.search(options.tests or "", name)]
     alone = [name for name in names if re.search(MEASURING_TESTS, name)]
     together = [name for name in names if name not in alone]
     good = True
@@ -172,9 +154,9 @@ def run_tests(run: Run) -> bool:
             continue
         environment = ONE_THREAD_EACH if chosen is together else {}
         results, status, _ = run_pytest(["--full", *arguments, *chosen], [], environment)
-        run.part["rows"] += [{"file": name, **counts} for name, counts in results.items()]
+        part["rows"] += [{"file": name, **counts} for name, counts in results.items()]
         good &= status in (0, 5) and bool(results)  # 5, with results: every file was skipped as a whole
-        run.save()
+        save()
     return good
 
 
@@ -209,7 +191,7 @@ def sanitizer_verdict(parts: Sequence[Answer]) -> Counts:
     }
 
 
-def run_sanitizer(run: Run) -> bool:
+def run_sanitizer(_: argparse.Namespace, part: record.Part, save: Callable[[], None]) -> bool:
     """Run the marked cases under each tool and note the verdicts; True when all are clean.
 
     Each tool watches several parts of the cases, in processes of their own, and all run side by side.
@@ -226,30 +208,29 @@ def run_sanitizer(run: Run) -> bool:
     with ThreadPoolExecutor(count * len(SANITIZER_TOOLS)) as pool:
         environment = {**ONE_THREAD_EACH, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 
-        def watch(tool: str, part: int) -> tuple[Answer, float]:
-            port = SANITIZER_PORT + SANITIZER_PORTS * (SANITIZER_TOOLS.index(tool) * count + part)
+        def watch(tool: str, number: int) -> tuple[Answer, float]:
+            port = SANITIZER_PORT + SANITIZER_PORTS * (SANITIZER_TOOLS.index(tool) * count + number)
             prefix = [program, "--tool", tool, "--error-exitcode", str(SANITIZER_ERROR)]
             prefix += ["--port", str(port), *SANITIZER_PATIENCE]
-            one = {**environment, "TEST_PART": f"{part}/{count}"}
+            one = {**environment, "TEST_PART": f"{number}/{count}"}
             return run_pytest(chosen, prefix, one, show=False), round(time.monotonic() - start, 1)
 
-        parts = range(1, count + 1)
-        running = {tool: [pool.submit(watch, tool, part) for part in parts] for tool in SANITIZER_TOOLS}
+        numbers = range(1, count + 1)
+        running = {tool: [pool.submit(watch, tool, number) for number in numbers] for tool in SANITIZER_TOOLS}
         for tool, futures in running.items():
             answers, seconds = zip(*[future.result() for future in futures], strict=True)
-            for part, answer, spent in zip(parts, answers, seconds, strict=True):
-                print(f"{tool}, part {part} of {count}, {spent:.0f} s:\n{answer[2]}", flush=True)
+            for number, answer, spent in zip(numbers, answers, seconds, strict=True):
+                print(f"{tool}, part {number} of {count}, {spent:.0f} s:\n{answer[2]}", flush=True)
             verdict = sanitizer_verdict(answers)
-            run.part["rows"].append({"tool": tool, **verdict, "seconds": max(seconds)})
+            part["rows"].append({"tool": tool, **verdict, "seconds": max(seconds)})
             good &= bool(verdict["clean"])
-            run.save()
+            save()
     return good
 
 
-def run_bench(run: Run) -> bool:
+def run_bench(options: argparse.Namespace, part: record.Part, save: Callable[[], None]) -> bool:
     """Measure the cases; True when every one was measured."""
-    options = benchmark.parse_arguments(shlex.split(run.options.bench_args))
-    return benchmark.measure(options, run.part, run.save)
+    return benchmark.measure(benchmark.parse_arguments(shlex.split(options.bench_args)), part, save)
 
 
 RUNS = {"bench": run_bench, "tests": run_tests, "sanitizer": run_sanitizer}
@@ -267,15 +248,20 @@ def earlier_parts(path: Path, new: record.Part) -> list[record.Part]:
     return [] if others else parts
 
 
-def run_stage(stage: str, options: argparse.Namespace) -> Run:
-    """Run a stage; its part of the record says whether it is good."""
+def run_stage(stage: str, options: argparse.Namespace) -> bool:
+    """Run a stage, whose part of the record is written as it grows. Whether it is good."""
     begin = time.monotonic()
     part = record.new_part(stage, vars(options))
-    run = Run(options, part, earlier_parts(options.record, part))
-    good = RUNS[stage](run)
-    run.part |= {"ended": True, "good": good, "seconds": round(time.monotonic() - begin)}
-    run.save()
-    return run
+    earlier = earlier_parts(options.record, part)
+
+    def save() -> None:
+        if part["rows"]:
+            record.write([*earlier, part], options.record)
+
+    good = RUNS[stage](options, part, save)
+    part |= {"ended": True, "good": good, "seconds": round(time.monotonic() - begin)}
+    save()
+    return good
 
 
 def shortcomings(parts: Sequence[record.Part]) -> list[str]:
@@ -304,13 +290,11 @@ def merge(options: argparse.Namespace) -> int:
 
 def run_stages(options: argparse.Namespace) -> int:
     """Run the chosen stages; the exit status is 0 when everything that ran is good."""
-    runs = [run_stage(stage, options) for stage in STAGES if stage in (options.stage or STAGES)]
-    parts = runs[-1].parts()
-    for row in record.latest(parts, "tests"):
-        print(f"{row['file']}: {row['passed']} passed, {row['failed']} failed, {row['skipped']} skipped")
-    for row in record.latest(parts, "sanitizer"):
-        print(f"{row['tool']}: {'clean' if row['clean'] else 'NOT CLEAN'}")
-    good = all(run.part["good"] for run in runs)
+    good = all([run_stage(stage, options) for stage in STAGES if stage in (options.stage or STAGES)])
+    parts = record.read(options.record) if options.record.exists() else []
+    for stage, words in IN_WORDS.items():
+        for row in record.latest(parts, stage):
+            print(f"{row[record.NAMES[stage]]}: {words(row)}")
     print("good" if good else "NOT GOOD")
     return 0 if good else 1
 

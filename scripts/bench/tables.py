@@ -21,10 +21,10 @@ WIDTH = 120
 """Of tables for the terminal, in columns."""
 
 NOTE = (
-    "A ratio is the other library's time over rawmla's, taken the same way: above 1 rawmla is faster. Rested: "
-    "the GPU idles before it is timed. Sustained: it works without a pause, as under load. ¹ A stored time of "
-    "the other library on the same GPU model over rawmla's, which is timed without rests; such ratios move by "
-    "up to 10 %. Under load the other library was not timed."
+    "A ratio is the other library's time over rawmla's, taken the same way: above 1 rawmla is faster. "
+    "Rested: the GPU idles before it is timed. Sustained: it works without a pause, as under load. ¹ A "
+    "stored time of the other library on the same GPU model over rawmla's, which is timed without rests; "
+    "such ratios move by up to 10 %. Under load the other library was not timed."
 )
 COLUMNS = {
     "rested µs": "{us:.1f}",
@@ -46,7 +46,7 @@ COLUMNS = {
 is not shown.
 """
 SHORT = ("rested µs", "no rests µs", "sustained µs", "share of roof")
-"""Columns of attention for the terminal."""
+"""Columns for the terminal."""
 
 
 def _cells(row: Row, found: Sequence[Pair]) -> dict[str, str]:
@@ -76,7 +76,7 @@ def family_cells(
     the times, the share of the roof and the ratios, for the terminal.
     """
     own = [(row, pairs(row, stored)) for row in rows if family_of(row["case"]) is family]
-    columns = SHORT if short and family.attention else COLUMNS
+    columns = SHORT if short else COLUMNS
     cells = [_cells(row, found) for row, found in own]
     headings = ["case", *columns]
     for way in WAYS:
