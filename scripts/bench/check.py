@@ -30,7 +30,6 @@ from typing import Any
 
 from . import ROOT, record
 from . import run as benchmark
-from .pages import IN_WORDS
 
 STAGES = ("bench", "tests", "sanitizer")
 SANITIZER_TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
@@ -176,7 +175,7 @@ def sanitizer_verdict(parts: Sequence[Answer]) -> Counts:
     """What one tool says, from the answers of each part of the cases.
 
     Clean means of every part: pytest passed, at least one case ran, and the tool's own summary counts zero
-    errors. `errors` is None where a part has no summary, `exit_status` the first one that is not 0.
+    errors. `errors` is None where a part has no summary.
     """
     files = [list(results.values()) for results, _, _ in parts]
     errors = [sanitizer_errors(output) for _, _, output in parts]
@@ -186,7 +185,6 @@ def sanitizer_verdict(parts: Sequence[Answer]) -> Counts:
         **{key: sum(c[key] for one in files for c in one) for key in ("passed", "failed", "skipped")},
         "failures": [name for one in files for counts in one for name in counts["failures"]],
         "errors": None if None in errors else sum(number or 0 for number in errors),
-        "exit_status": next(filter(None, statuses), 0),
         "clean": not any(statuses) and ran and all(number == 0 for number in errors),
     }
 
@@ -292,7 +290,7 @@ def run_stages(options: argparse.Namespace) -> int:
     """Run the chosen stages; the exit status is 0 when everything that ran is good."""
     good = all([run_stage(stage, options) for stage in STAGES if stage in (options.stage or STAGES)])
     parts = record.read(options.record) if options.record.exists() else []
-    for stage, words in IN_WORDS.items():
+    for stage, words in record.IN_WORDS.items():
         for row in record.latest(parts, stage):
             print(f"{row[record.NAMES[stage]]}: {words(row)}")
     print("good" if good else "NOT GOOD")

@@ -72,8 +72,8 @@ def _cells(row: Row, found: Sequence[Pair]) -> dict[str, str]:
 def family_cells(
     family: Family, rows: Iterable[Row], stored: Sequence[Stored], *, short: bool = False
 ) -> Cells:
-    """The table of a family; of the rows only its own count. Empty when it has none. `short`: of attention
-    the times, the share of the roof and the ratios, for the terminal.
+    """The table of a family; of the rows only its own count. Empty when it has none. `short`: the times,
+    the share of the roof and the ratios, for the terminal.
     """
     own = [(row, pairs(row, stored)) for row in rows if family_of(row["case"]) is family]
     columns = SHORT if short else COLUMNS
@@ -166,11 +166,8 @@ def add_shares(rows: Iterable[Row], ceilings: Sequence[dict[str, float]]) -> Non
             row["share"] = shares[row["roof"]]
 
 
-def describe_ceilings(ceilings: Iterable[dict[str, float]]) -> str:
+def describe_ceilings(ceilings: Sequence[dict[str, float]]) -> str:
     """One line on the ceilings before and after."""
-    matmul = " and ".join(f"{c['matmul_tflops']:.0f}" for c in ceilings)
-    copy = " and ".join(f"{c['copy_gbps'] / 1e3:.2f}" for c in ceilings)
-    return (
-        f"ceilings of this run, before and after: bf16 8192^3 matmul {matmul} TFLOP/s, "
-        f"elementwise copy {copy} TB/s"
-    )
+    matmul = " and ".join(f"{one['matmul_tflops']:.0f}" for one in ceilings)
+    copy = " and ".join(f"{one['copy_gbps'] / 1e3:.2f}" for one in ceilings)
+    return f"ceilings, before and after: bf16 8192^3 matmul {matmul} TFLOP/s, elementwise copy {copy} TB/s"
