@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from . import ROOT, ratios, record, tables
+from . import ROOT, record, tables
 from .cases import Row
 from .families import FAMILIES, known
 from .tables import Cells, markdown
@@ -82,7 +82,7 @@ def bench_rows(parts: Sequence[record.Part]) -> list[Row]:
 def readme_section(parts: Sequence[record.Part]) -> str:
     """The Markdown between README's markers."""
     texts = []
-    cells = tables.summary_cells(bench_rows(parts), ratios.peers(parts[0]["machine"]["device"]))
+    cells = tables.summary_cells(bench_rows(parts), tables.peers(parts[0]["machine"]["device"]))
     if cells:
         texts = [WHAT_IS_SHOWN, markdown(cells, code=False), tables.NOTE]
     return "\n\n".join([*texts, f"{describe_machine(parts)} {describe_tests(parts)}"])
@@ -99,7 +99,7 @@ def bench_texts(parts: Sequence[record.Part]) -> list[str]:
     failed = record.errors(parts)
     if failed:
         texts.append(f"Failed: {'; '.join(failed)}.")
-    rows, stored = bench_rows(parts), ratios.peers(parts[0]["machine"]["device"])
+    rows, stored = bench_rows(parts), tables.peers(parts[0]["machine"]["device"])
     summary = tables.summary_cells(rows, stored)
     if summary:
         texts += ["## The fastest other library", markdown(summary, code=False), tables.NOTE]
@@ -116,7 +116,7 @@ def performance_page(parts: Sequence[record.Part]) -> str:
     texts += [
         describe_machine(parts),
         "[benchmark.md](benchmark.md) says how the figures are made and what the columns mean. A dash: not "
-        f"measured. `{ratios.PEERS.relative_to(ROOT).as_posix()}` has stored times of other libraries.",
+        f"measured. `{tables.PEERS.relative_to(ROOT).as_posix()}` has stored times of other libraries.",
     ]
     if any(part["stage"] == "bench" for part in parts):
         texts += bench_texts(parts)

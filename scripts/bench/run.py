@@ -114,13 +114,13 @@ def measure(options: argparse.Namespace, part: dict[str, Any], save: Callable[[]
 
 def run_timed(options: argparse.Namespace) -> int:
     """Measure, print the tables, and with --json write a record of one part."""
-    from . import ratios, record, tables
+    from . import record, tables
 
     part = record.new_part("bench", vars(options) | {"bench_args": " ".join(sys.argv[1:])})
     good = measure(options, part, lambda: record.write([part], options.json) if options.json else None)
     if options.json:
         record.write([{**part, "ended": True, "good": good}], options.json)
-    rows, stored = part["rows"], ratios.peers(part["machine"]["device"])
+    rows, stored = part["rows"], tables.peers(part["machine"]["device"])
     print(", ".join(f"{key} {value}" for key, value in part["machine"].items()))
     print(tables.describe_ceilings(part["ceilings"]))
     print(f"\n{tables.text_report(rows, stored)}\n")
