@@ -5,19 +5,15 @@ emulated device.
 Cases that are marked `full` run with the option --full alone: they are further variants of what other cases
 test, and docs/checks.md says which. A run without the option ends with a line that counts them.
 
-scripts/gpu_check.py runs the tests in another order, and in parts: `TEST_SECONDS` names a file with what
-tests took, those of files that it does not know come first then, and those that took longest after them; with
-`TEST_PART` 2/5 only the second of five parts runs.
+With `TEST_PART` 2/5 only the second of five parts runs: scripts/gpu_check.py shares out tests so.
 """
 
 from __future__ import annotations
 
 import gc
-import json
 import os
 from collections import Counter
 from collections.abc import Iterator
-from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,14 +47,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
-def junit_name(nodeid: str) -> str:
-    """A test as JUnit reports name it: class and name."""
-    path, bracket, parameters = nodeid.partition("[")
-    file, *classes, name = path.split("::")
-    module = file.removesuffix(".py").replace("/", ".")
-    return f"{'.'.join([module, *classes])}::{name}{bracket}{parameters}"
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="run the cases marked `full` too")
 
@@ -90,19 +78,11 @@ class LeftOut:
             terminalreporter.line(f"{self.count} cases left out: --full runs them too (docs/checks.md)")
 
 
-class Order:
-    """Which tests run, and in what order, where the environment says so. After -m and -k."""
+class Part:
+    """Which tests run where the environment says so. After -m and -k."""
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        if "TEST_SECONDS" in os.environ:
-            seconds = json.loads(Path(os.environ["TEST_SECONDS"]).read_text())
-
-            def known(item: pytest.Item) -> float:
-                file = item.nodeid.partition("::")[0]
-                return float(seconds.get(junit_name(item.nodeid), seconds.get(file, inf)))
-
-            items.sort(key=known, reverse=True)  # those of a file stay together
         if "TEST_PART" in os.environ:
             part, parts = map(int, os.environ["TEST_PART"].split("/"))
             chosen = items[part - 1 :: parts]
@@ -125,7 +105,7 @@ class Failures:
 def pytest_configure(config: pytest.Config) -> None:
     if not config.getoption("full"):
         config.pluginmanager.register(LeftOut())
-    config.pluginmanager.register(Order())
+    config.pluginmanager.register(Part())
     if not hasattr(config, "workerinput"):  # a process of pytest-xdist reports to the one that prints
         config.pluginmanager.register(Failures(config))
 

@@ -1,7 +1,7 @@
 """Everything that only a GPU machine can say, written to docs/gpu-record.json.
 
 Stages, in this order: `bench` (the benchmark; first, since minutes of tests heat the GPU and slow it),
-`tests` (every test file by several processes, long tests first, then those that measure time by themselves),
+`tests` (every test file by several processes, then those that measure time by themselves),
 `sanitizer` (the cases marked `sanitizer`, in parts and under each tool of compute-sanitizer, all side by
 side; keep their shapes tiny). A run of a stage is one part of the record, with its machine; what ran before
 stays beside what runs again. So the stages, and even the files or cases of one stage, can run in separate
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import os
 import re
 import shlex
@@ -24,9 +23,8 @@ import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +54,6 @@ ONE_THREAD_EACH = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 """For processes side by side. As many threads as there are cores, in each of them, would make every small
 operation on the CPU wait for the others, and torch.compile would start as many processes.
 """
-LONG_SECONDS = 3.0
-"""Tests that take this long are in the record by name, for the next run to begin with."""
 
 Counts = dict[str, Any]
 Answer = tuple[dict[str, Counts], int, str]
@@ -84,27 +80,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     return parser.parse_args(arguments)
 
 
-@dataclass
-class Run:
-    """A part of the record while it is made, and the parts before it."""
-
-    options: argparse.Namespace
-    part: record.Part
-    earlier: list[record.Part]
-
-    def parts(self) -> list[record.Part]:
-        """The earlier ones, and this one if it has a row."""
-        return [*self.earlier, self.part] if self.part["rows"] else self.earlier
-
-    def save(self) -> None:
-        """Write the record with the rows that are known by now."""
-        if self.part["rows"]:
-            record.write(self.parts(), self.options.record)
-
-
 def parse_junit(text: str) -> dict[str, Counts]:
     """Counts per file of a JUnit report of the family xunit1, which names files: passed, failed, skipped,
-    reasons, the seconds of its tests, and the long ones by name.
+    reasons, and the seconds of its tests.
     """
     found: dict[str, Counts] = {}
     for case in ElementTree.fromstring(text).iter("testcase"):
@@ -112,11 +90,9 @@ def parse_junit(text: str) -> dict[str, Counts]:
         module = case.get("classname") or case.get("name") or ""
         file = case.get("file") or f"{module.replace('.', '/')}.py"
         empty: Counts = {"passed": 0, "failed": 0, "skipped": 0, "skip_reasons": {}}
-        counts = found.setdefault(file, {**empty, "failures": [], "seconds": 0.0, "long": {}})
-        name, seconds = f"{module}::{case.get('name')}", float(case.get("time", "0"))
-        counts["seconds"] = round(counts["seconds"] + seconds, 3)
-        if seconds >= LONG_SECONDS:
-            counts["long"][name] = seconds
+        counts = found.setdefault(file, {**empty, "failures": [], "seconds": 0.0})
+        name = f"{module}::{case.get('name')}"
+        counts["seconds"] = round(counts["seconds"] + float(case.get("time", "0")), 3)
         skipped = case.find("skipped")
         if case.find("failure") is not None or case.find("error") is not None:
             counts["failed"] += 1
@@ -153,24 +129,6 @@ def run_pytest(
     return results, process.returncode, "".join(lines)
 
 
-def known_seconds(rows: Iterable[Counts]) -> dict[str, float]:
-    """What a test took, by its name where it was long, and in the mean of a file by the file's name."""
-    known: dict[str, float] = {}
-    for row in rows:
-        number = row["passed"] + row["failed"]
-        if number:
-            known |= {**row["long"], row["file"]: row["seconds"] / number}
-    return known
-
-
-def side_by_side(run: Run, folder: Path) -> dict[str, str]:
-    """The environment of processes beside others: ONE_THREAD_EACH, and the order of tests/conftest.py."""
-    known = (record.read(record.RECORD) if record.RECORD.exists() else []) + run.earlier
-    path = folder / "seconds.json"
-    path.write_text(json.dumps(known_seconds(record.latest(known, "tests"))))
-    return {**ONE_THREAD_EACH, "TEST_SECONDS": str(path)}
-
-
 def test_files() -> list[str]:
     """The test files of the tree, folder by folder: pytest 9.1 loses fixtures of a conftest.py where files of
     several folders alternate. Those that emulate kernels, which take longest, come first in their folder, and
@@ -184,21 +142,20 @@ def test_files() -> list[str]:
     return [path.relative_to(ROOT).as_posix() for path in paths]
 
 
-def run_tests(run: Run) -> bool:
+def run_tests(options: argparse.Namespace, part: record.Part, save: Callable[[], None]) -> bool:
     """Run the test files and note their counts; True when all passed."""
-    names = [name for name in test_files() if re.search(run.options.tests or "", name)]
+    names = [name for name in test_files() if re.search(options.tests or "", name)]
     alone = [name for name in names if re.search(MEASURING_TESTS, name)]
     together = [name for name in names if name not in alone]
     good = True
     for chosen, arguments in ((together, TOGETHER.split()), (alone, [])):
         if not chosen:
             continue
-        with tempfile.TemporaryDirectory() as folder:
-            environment = side_by_side(run, Path(folder)) if chosen is together else {}
-            results, status, _ = run_pytest(["--full", *arguments, *chosen], [], environment)
-        run.part["rows"] += [{"file": name, **counts} for name, counts in results.items()]
+        environment = ONE_THREAD_EACH if chosen is together else {}
+        results, status, _ = run_pytest(["--full", *arguments, *chosen], [], environment)
+        part["rows"] += [{"file": name, **counts} for name, counts in results.items()]
         good &= status in (0, 5) and bool(results)  # 5, with results: every file was skipped as a whole
-        run.save()
+        save()
     return good
 
 
@@ -218,7 +175,7 @@ def sanitizer_verdict(parts: Sequence[Answer]) -> Counts:
     """What one tool says, from the answers of each part of the cases.
 
     Clean means of every part: pytest passed, at least one case ran, and the tool's own summary counts zero
-    errors. `errors` is None where a part has no summary, `exit_status` the first one that is not 0.
+    errors. `errors` is None where a part has no summary.
     """
     files = [list(results.values()) for results, _, _ in parts]
     errors = [sanitizer_errors(output) for _, _, output in parts]
@@ -228,12 +185,11 @@ def sanitizer_verdict(parts: Sequence[Answer]) -> Counts:
         **{key: sum(c[key] for one in files for c in one) for key in ("passed", "failed", "skipped")},
         "failures": [name for one in files for counts in one for name in counts["failures"]],
         "errors": None if None in errors else sum(number or 0 for number in errors),
-        "exit_status": next(filter(None, statuses), 0),
         "clean": not any(statuses) and ran and all(number == 0 for number in errors),
     }
 
 
-def run_sanitizer(run: Run) -> bool:
+def run_sanitizer(_: argparse.Namespace, part: record.Part, save: Callable[[], None]) -> bool:
     """Run the marked cases under each tool and note the verdicts; True when all are clean.
 
     Each tool watches several parts of the cases, in processes of their own, and all run side by side.
@@ -247,33 +203,32 @@ def run_sanitizer(run: Run) -> bool:
     chosen = ["--full", "-m", "sanitizer", *files_with_marker("sanitizer")]
     start = time.monotonic()
     good = True
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(count * len(SANITIZER_TOOLS)) as pool:
-        environment = {**side_by_side(run, Path(folder)), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    with ThreadPoolExecutor(count * len(SANITIZER_TOOLS)) as pool:
+        environment = {**ONE_THREAD_EACH, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 
-        def watch(tool: str, part: int) -> tuple[Answer, float]:
-            port = SANITIZER_PORT + SANITIZER_PORTS * (SANITIZER_TOOLS.index(tool) * count + part)
+        def watch(tool: str, number: int) -> tuple[Answer, float]:
+            port = SANITIZER_PORT + SANITIZER_PORTS * (SANITIZER_TOOLS.index(tool) * count + number)
             prefix = [program, "--tool", tool, "--error-exitcode", str(SANITIZER_ERROR)]
             prefix += ["--port", str(port), *SANITIZER_PATIENCE]
-            one = {**environment, "TEST_PART": f"{part}/{count}"}
+            one = {**environment, "TEST_PART": f"{number}/{count}"}
             return run_pytest(chosen, prefix, one, show=False), round(time.monotonic() - start, 1)
 
-        parts = range(1, count + 1)
-        running = {tool: [pool.submit(watch, tool, part) for part in parts] for tool in SANITIZER_TOOLS}
+        numbers = range(1, count + 1)
+        running = {tool: [pool.submit(watch, tool, number) for number in numbers] for tool in SANITIZER_TOOLS}
         for tool, futures in running.items():
             answers, seconds = zip(*[future.result() for future in futures], strict=True)
-            for part, answer, spent in zip(parts, answers, seconds, strict=True):
-                print(f"{tool}, part {part} of {count}, {spent:.0f} s:\n{answer[2]}", flush=True)
+            for number, answer, spent in zip(numbers, answers, seconds, strict=True):
+                print(f"{tool}, part {number} of {count}, {spent:.0f} s:\n{answer[2]}", flush=True)
             verdict = sanitizer_verdict(answers)
-            run.part["rows"].append({"tool": tool, **verdict, "seconds": max(seconds)})
+            part["rows"].append({"tool": tool, **verdict, "seconds": max(seconds)})
             good &= bool(verdict["clean"])
-            run.save()
+            save()
     return good
 
 
-def run_bench(run: Run) -> bool:
+def run_bench(options: argparse.Namespace, part: record.Part, save: Callable[[], None]) -> bool:
     """Measure the cases; True when every one was measured."""
-    options = benchmark.parse_arguments(shlex.split(run.options.bench_args))
-    return benchmark.measure(options, run.part, run.save)
+    return benchmark.measure(benchmark.parse_arguments(shlex.split(options.bench_args)), part, save)
 
 
 RUNS = {"bench": run_bench, "tests": run_tests, "sanitizer": run_sanitizer}
@@ -291,15 +246,20 @@ def earlier_parts(path: Path, new: record.Part) -> list[record.Part]:
     return [] if others else parts
 
 
-def run_stage(stage: str, options: argparse.Namespace) -> Run:
-    """Run a stage; its part of the record says whether it is good."""
+def run_stage(stage: str, options: argparse.Namespace) -> bool:
+    """Run a stage, whose part of the record is written as it grows. Whether it is good."""
     begin = time.monotonic()
     part = record.new_part(stage, vars(options))
-    run = Run(options, part, earlier_parts(options.record, part))
-    good = RUNS[stage](run)
-    run.part |= {"ended": True, "good": good, "seconds": round(time.monotonic() - begin)}
-    run.save()
-    return run
+    earlier = earlier_parts(options.record, part)
+
+    def save() -> None:
+        if part["rows"]:
+            record.write([*earlier, part], options.record)
+
+    good = RUNS[stage](options, part, save)
+    part |= {"ended": True, "good": good, "seconds": round(time.monotonic() - begin)}
+    save()
+    return good
 
 
 def shortcomings(parts: Sequence[record.Part]) -> list[str]:
@@ -328,13 +288,11 @@ def merge(options: argparse.Namespace) -> int:
 
 def run_stages(options: argparse.Namespace) -> int:
     """Run the chosen stages; the exit status is 0 when everything that ran is good."""
-    runs = [run_stage(stage, options) for stage in STAGES if stage in (options.stage or STAGES)]
-    parts = runs[-1].parts()
-    for row in record.latest(parts, "tests"):
-        print(f"{row['file']}: {row['passed']} passed, {row['failed']} failed, {row['skipped']} skipped")
-    for row in record.latest(parts, "sanitizer"):
-        print(f"{row['tool']}: {'clean' if row['clean'] else 'NOT CLEAN'}")
-    good = all(run.part["good"] for run in runs)
+    good = all([run_stage(stage, options) for stage in STAGES if stage in (options.stage or STAGES)])
+    parts = record.read(options.record) if options.record.exists() else []
+    for stage, words in record.IN_WORDS.items():
+        for row in record.latest(parts, stage):
+            print(f"{row[record.NAMES[stage]]}: {words(row)}")
     print("good" if good else "NOT GOOD")
     return 0 if good else 1
 

@@ -2,7 +2,6 @@
 emulated device.
 """
 
-import importlib.util
 import os
 import shlex
 import sys
@@ -56,15 +55,6 @@ def run_small(family: Family, emulator: Any) -> tuple[float | None, str]:
     return error, problem
 
 
-def missing_reason() -> str | None:
-    """Why nothing can be emulated here, or None."""
-    if importlib.util.find_spec("pytest") is None:
-        return "the emulator needs pytest"
-    from tests import emulator
-
-    return emulator.missing_reason()
-
-
 def cells_of(title: str, error: float | None, kernels: Iterable[Kernel]) -> Cells:
     """A line for each kernel."""
     cells = []
@@ -84,16 +74,16 @@ def run(reason: str, families: Sequence[Family]) -> int:
     """Run the small cases of families, while NVRTC compiles their kernels. Where nothing can be emulated,
     only compile. Say that nothing was timed, and why. The exit status is 1 where something fails.
     """
+    from tests import emulator
+
     print(f"{reason}: nothing is timed.")
     problems = []
     results: list[tuple[str, float | None, list[Kernel]]] = []
-    if missing := missing_reason():
+    if missing := emulator.missing_reason():
         print(f"{missing}: no kernel runs, one variant of each is compiled.")
         specs = {spec.name: spec for spec in reversed(kernels.all_specs())}
         results = [("compiled alone", None, compile_specs(list(specs.values())))]
     else:
-        from tests.emulator import Emulator
-
         print(
             "A small case of each family runs on an emulated device, and NVRTC compiles its kernels.\n"
             "The first time this takes about a minute on two cores.",
@@ -103,10 +93,10 @@ def run(reason: str, families: Sequence[Family]) -> int:
         jobs = []
         with ThreadPoolExecutor(1) as pool:
             for family in (family for family in families if family.small):
-                emulator = Emulator(FOLDER)
-                error, problem = run_small(family, emulator)
+                device = emulator.Emulator(FOLDER)
+                error, problem = run_small(family, device)
                 problems += [problem] if problem else []
-                ran = [spec for spec in emulator.kernels if spec.label in emulator.launched]
+                ran = [spec for spec in device.kernels if spec.label in device.launched]
                 jobs.append((family.title, error, pool.map(lambda spec: built(spec, build), ran)))
         results = [(title, error, list(job)) for title, error, job in jobs]
     headings = ["family", "error", "kernel", "registers", "spill B", "shared B"]

@@ -49,11 +49,6 @@ class Family:
         """The name as a heading."""
         return self.name[0].upper() + self.name[1:]
 
-    @property
-    def attention(self) -> bool:
-        """Whether its cases are put under load."""
-        return self.measure is measure.time_attention
-
 
 SMALL = "b=1 s_q=200 s_k=300 h_q=2 h_kv=1"
 

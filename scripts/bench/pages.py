@@ -1,17 +1,12 @@
-"""README's measured section and docs/performance.md, from docs/gpu-record.json.
-
-README gets a table by operation between its two markers, docs/performance.md every case. Times of other
-libraries come from docs/peers-h200.json. A record that was changed after its runs is refused.
-"""
+"""README's measured section and docs/performance.md, from the record and docs/peers-h200.json."""
 
 from __future__ import annotations
 
-import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from . import ROOT, ratios, record, tables
+from . import ROOT, record, tables
 from .cases import Row
 from .families import FAMILIES, known
 from .tables import Cells, markdown
@@ -25,18 +20,11 @@ WHAT_IS_SHOWN = (
     "Speed by operation: the geometric mean of the cases' ratios, and the least one. [Every case in "
     "µs](docs/performance.md), [how it is measured](docs/benchmark.md)."
 )
-COUNTS = ("passed", "failed", "skipped")
-IN_WORDS: dict[str, Callable[[Row], str]] = {
-    "bench": lambda row: row.get("error") or f"{row['us']:.1f} µs",
-    "tests": lambda row: ", ".join(f"{row[key]} {key}" for key in COUNTS),
-    "sanitizer": lambda row: "clean" if row["clean"] else "not clean",
-}
-"""The result of a row, by stage."""
 
 
 def count(rows: Sequence[Row]) -> dict[str, int]:
     """Passed, failed and skipped of some files or tools together."""
-    return {key: sum(row[key] for row in rows) for key in COUNTS}
+    return {key: sum(row[key] for row in rows) for key in record.COUNTS}
 
 
 def describe_tests(parts: Sequence[record.Part]) -> str:
@@ -46,7 +34,7 @@ def describe_tests(parts: Sequence[record.Part]) -> str:
     sentences = [f"Tests there: {counts if rows else 'not run'}"]
     for verdict in ("clean", "not clean"):
         found = record.latest(parts, "sanitizer")
-        tools = sorted(row["tool"] for row in found if IN_WORDS["sanitizer"](row) == verdict)
+        tools = sorted(row["tool"] for row in found if record.IN_WORDS["sanitizer"](row) == verdict)
         sentences += [f"{verdict} under compute-sanitizer's {', '.join(tools)}"] if tools else []
     again = sum(len(record.repeated(parts, stage)) for stage in record.NAMES)
     sentences += [f"results of a second run: {again}"] if again else []
@@ -57,7 +45,7 @@ def runs_again(parts: Sequence[record.Part]) -> list[str]:
     """A line for each file, tool and case that ran more than once, with all its results."""
     return [
         f"- `{name}`: first {', then '.join(map(words, rows))}"
-        for stage, words in IN_WORDS.items()
+        for stage, words in record.IN_WORDS.items()
         for name, rows in record.repeated(parts, stage).items()
     ]
 
@@ -94,7 +82,7 @@ def bench_rows(parts: Sequence[record.Part]) -> list[Row]:
 def readme_section(parts: Sequence[record.Part]) -> str:
     """The Markdown between README's markers."""
     texts = []
-    cells = tables.summary_cells(bench_rows(parts), ratios.peers(parts[0]["machine"]["device"]))
+    cells = tables.summary_cells(bench_rows(parts), tables.peers(parts[0]["machine"]["device"]))
     if cells:
         texts = [WHAT_IS_SHOWN, markdown(cells, code=False), tables.NOTE]
     return "\n\n".join([*texts, f"{describe_machine(parts)} {describe_tests(parts)}"])
@@ -111,7 +99,7 @@ def bench_texts(parts: Sequence[record.Part]) -> list[str]:
     failed = record.errors(parts)
     if failed:
         texts.append(f"Failed: {'; '.join(failed)}.")
-    rows, stored = bench_rows(parts), ratios.peers(parts[0]["machine"]["device"])
+    rows, stored = bench_rows(parts), tables.peers(parts[0]["machine"]["device"])
     summary = tables.summary_cells(rows, stored)
     if summary:
         texts += ["## The fastest other library", markdown(summary, code=False), tables.NOTE]
@@ -128,7 +116,7 @@ def performance_page(parts: Sequence[record.Part]) -> str:
     texts += [
         describe_machine(parts),
         "[benchmark.md](benchmark.md) says how the figures are made and what the columns mean. A dash: not "
-        f"measured. `{ratios.PEERS.relative_to(ROOT).as_posix()}` has stored times of other libraries.",
+        f"measured. `{tables.PEERS.relative_to(ROOT).as_posix()}` has stored times of other libraries.",
     ]
     if any(part["stage"] == "bench" for part in parts):
         texts += bench_texts(parts)
@@ -145,10 +133,8 @@ def performance_page(parts: Sequence[record.Part]) -> str:
 
 def replace_section(readme: str, section: str) -> str:
     """README with the text between the markers replaced; ValueError when they are not there once each."""
-    if readme.count(BEGIN) != 1 or readme.count(END) != 1:
-        raise ValueError(f"README.md must hold {BEGIN!r} and {END!r} once each")
     head, rest = readme.split(BEGIN)
-    tail = rest.split(END)[1]
+    _, tail = rest.split(END)
     return f"{head}{BEGIN}\n{section}\n{END}{tail}"
 
 
@@ -160,9 +146,6 @@ def written(parts: Sequence[record.Part]) -> dict[Path, str]:
 
 def main() -> int:
     """Write the pages; the exit status is 2 where the record is not as its runs wrote it."""
-    argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    ).parse_args()
     try:
         parts = record.merged([record.read(record.RECORD)])
     except record.RecordError as error:

@@ -11,7 +11,7 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,15 @@ OPTIONS = {"bench": ("bench_args",), "tests": ("tests",), "sanitizer": ()}
 """What a part keeps of the command line."""
 
 HASHED_FOLDERS = ("cuda_src", "rawmla", "tests", "scripts", "examples")
+
+
+COUNTS = ("passed", "failed", "skipped")
+IN_WORDS: dict[str, Callable[[Row], str]] = {
+    "bench": lambda row: row.get("error") or f"{row['us']:.1f} µs",
+    "tests": lambda row: ", ".join(f"{row[key]} {key}" for key in COUNTS),
+    "sanitizer": lambda row: "clean" if row["clean"] else "not clean",
+}
+"""The result of a row, by stage."""
 
 
 class RecordError(ValueError):

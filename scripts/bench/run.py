@@ -23,9 +23,7 @@ if TYPE_CHECKING:
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line, checked as far as it can be before anything runs. `chosen` are the cases, `stored`
-    the times to compare with.
-    """
+    """The command line, checked as far as it can be before anything runs. `chosen` are the cases."""
     parser = argparse.ArgumentParser(
         prog="bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -36,17 +34,15 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     load = "seconds of load without rest for the sustained figure of an attention case (default 2)"
     add("--sustain-seconds", type=float, default=2.0, metavar="S", help=load)
     add("--json", type=Path, metavar="FILE", help="write a record to FILE, anew after each case")
-    add("--against", type=Path, metavar="FILE", help="print the ratio to the record of an earlier run too")
     options = parser.parse_args(arguments)
     if options.replays < 5:
         parser.error("argument --replays: expected at least 5")
     if not (math.isfinite(options.sustain_seconds) and options.sustain_seconds >= 0):
         parser.error("argument --sustain-seconds: expected 0 or more")
-    from . import families, ratios
+    from . import families
 
     try:
         options.chosen = families.select(options.cases)
-        options.stored = ratios.of_run(options.against) if options.against else []
     except ValueError as error:
         parser.error(str(error))
     return options
@@ -118,13 +114,13 @@ def measure(options: argparse.Namespace, part: dict[str, Any], save: Callable[[]
 
 def run_timed(options: argparse.Namespace) -> int:
     """Measure, print the tables, and with --json write a record of one part."""
-    from . import ratios, record, tables
+    from . import record, tables
 
     part = record.new_part("bench", vars(options) | {"bench_args": " ".join(sys.argv[1:])})
     good = measure(options, part, lambda: record.write([part], options.json) if options.json else None)
     if options.json:
         record.write([{**part, "ended": True, "good": good}], options.json)
-    rows, stored = part["rows"], options.stored + ratios.peers(part["machine"]["device"])
+    rows, stored = part["rows"], tables.peers(part["machine"]["device"])
     print(", ".join(f"{key} {value}" for key, value in part["machine"].items()))
     print(tables.describe_ceilings(part["ceilings"]))
     print(f"\n{tables.text_report(rows, stored)}\n")

@@ -1,18 +1,29 @@
-"""Results as text: tables for the terminal, Markdown with every column for the pages."""
+"""Results as text, and ratios to other libraries, only ever of figures taken the same way."""
 
 import io
+import json
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from statistics import geometric_mean
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 
+from . import ROOT
 from .cases import OURS, Row
 from .families import FAMILIES, Family, family_of
-from .ratios import STORED_WAY, WAYS, Pair, Stored, better, pairs
+
+PEERS = ROOT / "docs" / "peers-h200.json"
+"""Times of other libraries."""
+
+WAYS = {"rested": "us", "no rests": "unrested_us", "sustained": "sustained_us"}
+"""How a figure was taken -> the field of a row that holds it (docs/benchmark.md)."""
+
+STORED_WAY = "no rests"
+"""How stored times of other libraries were taken."""
 
 Cells = list[list[str]]
 """A table: the headings, then the rows."""
@@ -21,10 +32,10 @@ WIDTH = 120
 """Of tables for the terminal, in columns."""
 
 NOTE = (
-    "A ratio is the other library's time over rawmla's, taken the same way: above 1 rawmla is faster. Rested: "
-    "the GPU idles before it is timed. Sustained: it works without a pause, as under load. ¹ A stored time of "
-    "the other library on the same GPU model over rawmla's, which is timed without rests; such ratios move by "
-    "up to 10 %. Under load the other library was not timed."
+    "A ratio is the other library's time over rawmla's, taken the same way: above 1 rawmla is faster. "
+    "Rested: the GPU idles before it is timed. Sustained: it works without a pause, as under load. ¹ A "
+    "stored time of the other library on the same GPU model over rawmla's, which is timed without rests; "
+    "such ratios move by up to 10 %. Under load the other library was not timed."
 )
 COLUMNS = {
     "rested µs": "{us:.1f}",
@@ -46,7 +57,65 @@ COLUMNS = {
 is not shown.
 """
 SHORT = ("rested µs", "no rests µs", "sustained µs", "share of roof")
-"""Columns of attention for the terminal."""
+"""Columns for the terminal."""
+
+
+class Stored(NamedTuple):
+    """A stored time of another library."""
+
+    label: str
+    case: str
+    us: float
+
+
+class Pair(NamedTuple):
+    """One time of another library and ours, taken the same way."""
+
+    label: str
+    way: str
+    theirs: float
+    ours: float
+
+    @property
+    def ratio(self) -> float:
+        """Above 1: ours is faster."""
+        return self.theirs / self.ours
+
+
+def peers(device: str) -> list[Stored]:
+    """Times of other libraries on this device; none of another device's."""
+    data = json.loads(PEERS.read_text())
+    libraries = {key: rows for key, rows in data.items() if isinstance(rows, list)}
+    return [
+        Stored(key.partition("@")[0].partition(",")[0], row["case"], row["us"])
+        for key, rows in libraries.items()
+        for row in (rows if data["device"].startswith(device) else [])
+    ]
+
+
+def pairs(row: Row, stored: Sequence[Stored]) -> list[Pair]:
+    """Our figures of a row beside each stored time and each library that ran beside it.
+
+    Of several stored times the least counts; a library that ran beside has a pair for each way.
+    """
+    found: dict[tuple[str, str], Pair] = {}
+    ours = row.get(WAYS[STORED_WAY])
+    for other in stored:
+        if other.case == row["case"] and ours is not None:
+            pair = Pair(other.label, STORED_WAY, other.us, ours)
+            found[pair[:2]] = min(found.get(pair[:2], pair), pair, key=lambda one: one.theirs)
+    beside = row.get("beside", {})
+    for label in (label for label in beside if label != OURS):
+        for way, key in WAYS.items():
+            if key in beside[label] and key in beside[OURS]:
+                pair = Pair(f"{label} beside", way, beside[label][key], beside[OURS][key])
+                found[pair[:2]] = pair
+    return list(found.values())
+
+
+def better(found: Iterable[Pair], way: str) -> Pair | None:
+    """The pair with the fastest other library; None where nothing was taken that way."""
+    return min((pair for pair in found if pair.way == way), key=lambda pair: pair.ratio, default=None)
 
 
 def _cells(row: Row, found: Sequence[Pair]) -> dict[str, str]:
@@ -72,11 +141,11 @@ def _cells(row: Row, found: Sequence[Pair]) -> dict[str, str]:
 def family_cells(
     family: Family, rows: Iterable[Row], stored: Sequence[Stored], *, short: bool = False
 ) -> Cells:
-    """The table of a family; of the rows only its own count. Empty when it has none. `short`: of attention
-    the times, the share of the roof and the ratios, for the terminal.
+    """The table of a family; of the rows only its own count. Empty when it has none. `short`: the times,
+    the share of the roof and the ratios, for the terminal.
     """
     own = [(row, pairs(row, stored)) for row in rows if family_of(row["case"]) is family]
-    columns = SHORT if short and family.attention else COLUMNS
+    columns = SHORT if short else COLUMNS
     cells = [_cells(row, found) for row, found in own]
     headings = ["case", *columns]
     for way in WAYS:
@@ -166,11 +235,8 @@ def add_shares(rows: Iterable[Row], ceilings: Sequence[dict[str, float]]) -> Non
             row["share"] = shares[row["roof"]]
 
 
-def describe_ceilings(ceilings: Iterable[dict[str, float]]) -> str:
+def describe_ceilings(ceilings: Sequence[dict[str, float]]) -> str:
     """One line on the ceilings before and after."""
-    matmul = " and ".join(f"{c['matmul_tflops']:.0f}" for c in ceilings)
-    copy = " and ".join(f"{c['copy_gbps'] / 1e3:.2f}" for c in ceilings)
-    return (
-        f"ceilings of this run, before and after: bf16 8192^3 matmul {matmul} TFLOP/s, "
-        f"elementwise copy {copy} TB/s"
-    )
+    matmul = " and ".join(f"{one['matmul_tflops']:.0f}" for one in ceilings)
+    copy = " and ".join(f"{one['copy_gbps'] / 1e3:.2f}" for one in ceilings)
+    return f"ceilings, before and after: bf16 8192^3 matmul {matmul} TFLOP/s, elementwise copy {copy} TB/s"

@@ -4,14 +4,14 @@ Needs torch with a CUDA GPU. Times are in microseconds.
 """
 
 import statistics
+import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-
-from .power import meter
 
 CALLS_PER_GRAPH = 10
 WARMUP_REPLAYS = 2
@@ -31,6 +31,51 @@ REST_AFTER_LOAD_SECONDS = 0.3
 QUEUED_SECONDS = 0.02
 # A GPU's clock, rounded up.
 CYCLES_PER_SECOND = 2 * 10**9
+SECONDS_BETWEEN = 0.02  # readings of power and clock
+
+
+def read_nvml() -> tuple[float, float]:
+    """Watts at this moment and MHz of the current GPU, through NVML (pip install nvidia-ml-py). Power that NVML gives without a field is a mean over the last second, in
+    which the GPU may have idled.
+    """
+    import cupy
+    import pynvml
+
+    pynvml.nvmlInit()  # which counts its calls after the first
+    device = pynvml.nvmlDeviceGetHandleByPciBusId(cupy.cuda.Device().pci_bus_id)
+    (power,) = pynvml.nvmlDeviceGetFieldValues(device, [pynvml.NVML_FI_DEV_POWER_INSTANT])
+    if power.nvmlReturn != pynvml.NVML_SUCCESS:
+        raise pynvml.NVMLError(power.nvmlReturn)
+    return power.value.uiVal / 1e3, float(pynvml.nvmlDeviceGetClockInfo(device, pynvml.NVML_CLOCK_SM))
+
+
+@contextmanager
+def meter(delay: float) -> Iterator[list[tuple[float, float]]]:
+    """Readings of power and clock, fifty a second in a thread of its own, from `delay` seconds on until the
+    block ends. A reading that ends later is dropped: the GPU may have idled during it. None where nothing can
+    be read.
+    """
+    readings: list[tuple[float, float]] = []
+    stop = threading.Event()
+
+    def run() -> None:
+        wait = delay
+        while not stop.wait(wait):
+            try:
+                reading = read_nvml()
+            except Exception:  # no pynvml, or NVML's errors, which are its own types
+                return
+            if not stop.is_set():
+                readings.append(reading)
+            wait = SECONDS_BETWEEN
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        yield readings
+    finally:
+        stop.set()
+        thread.join()
 
 
 def timing_of(samples: list[float]) -> dict[str, float]:
