@@ -7,7 +7,7 @@ import sys
 from typing import Any, NamedTuple
 
 import pytest
-from calls.fakes import FakeArray, FakeFramework, World, make_world, trace_on_device_0
+from calls.fakes import FakeArray, FakeFramework, World, make_world
 from calls.test_flex_lists import read_struct
 
 import rawmla
@@ -246,16 +246,3 @@ def test_kernels_are_loaded_before_anything_is_made(world: World, monkeypatch: p
     with pytest.raises(rawmla.KernelNotReadyError):
         rawmla.create_block_mask(**GOOD, device=0)
     assert world.untouched
-
-
-def test_numbers_that_require_grad(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A number on the CPU does not either, unless grad is disabled."""
-    trace_on_device_0(monkeypatch)
-    number = torch.tensor(2.0, requires_grad=True)
-    mask_mod = lambda b, h, q, k: q > number  # noqa: E731
-    with pytest.raises(ValueError, match="^mask_mod: expected captured numbers that need no gradient here"):
-        rawmla.create_block_mask(mask_mod, None, None, 300, 500)
-    assert world.enqueued == [] and world.loaded == []
-    with torch.no_grad():
-        rawmla.create_block_mask(mask_mod, None, None, 300, 500)
-    assert len(world.enqueued) == 3

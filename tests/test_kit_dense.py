@@ -298,21 +298,6 @@ def rounded_prefix(inputs: PrefixInputs) -> Any:
     return encode_out(want / float(inputs.out_scale))
 
 
-def test_the_comparison_finds_wrong_prefixes() -> None:
-    inputs = make_prefix_inputs(PrefixCase(**{**SMALL, "d": 64}), "cpu")
-    check_prefix(inputs, rounded_prefix(inputs))
-
-    def fails(text: str, change: Any) -> None:
-        o = rounded_prefix(inputs)
-        change(o)
-        with pytest.raises(AssertionError, match=text):
-            check_prefix(inputs, o)
-
-    fails("out are infinite", lambda o: o[1, 2].fill_(float("nan")))
-    fails("L2 error of out", lambda o: o.mul_(1.02))
-    fails("L2 error of a row of out 4", lambda o: o[3, 1].mul_(1.02))
-
-
 @pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
 def test_the_comparison_of_bytes(dtype: str) -> None:
     """It takes what products in the dtype give, and refuses rounding towards 0 and other errors."""

@@ -287,12 +287,11 @@ def test_nothing_at_all() -> None:
 # ---- what must not matter to gradients
 
 
-@pytest.mark.parametrize("poison", (np.nan, np.inf, -np.inf))
+@pytest.mark.parametrize("poison", (np.nan, np.inf))
 @pytest.mark.parametrize(
     ("mask", "sizes", "rows", "keys"),
     (
         ({"causal": True}, (7, 3), 4, 0),
-        ({"window_size": (1, 0)}, (7, 3), 4, 0),
         ({"window_size": (None, 1)}, (7, 3), 3, 0),
         ({"window_size": (1, -1)}, (7, 0), 7, 0),
         ({"window_size": (2, 0)}, (3, 9), 0, 4),

@@ -251,26 +251,6 @@ def test_plans_are_computed_again_in_place() -> None:
     assert metadata.tile_scheduler_metadata is made and metadata.config.enable_batch_invariant
 
 
-def test_an_object_keeps_the_kind_of_its_call() -> None:
-    """As `rawmla.get_mla_metadata`: topk in blocks of 64, and whether it is batch-invariant."""
-    sparse, dense = (reference.get_mla_metadata()[0] for _ in range(2))
-    sparse_decode(make_sparse_inputs(SPARSE_CASES[4], "numpy"), tile_scheduler_metadata=sparse)
-    decode(make_dense_inputs(DENSE_CASES[0], "numpy"), tile_scheduler_metadata=dense)
-    assert reference.get_mla_metadata([0, 0, 0], 4, 1, topk=128, out=sparse) == (sparse, None)
-    wanted = "topk: expected an int of 2 blocks of 64, such as 128, as in the decode call which filled out"
-    bad: tuple[tuple[Any, dict[str, Any], str], ...] = (
-        (sparse, {"topk": 64}, f"{wanted}, got 64"),
-        (sparse, {}, f"{wanted}, got None"),
-        (dense, {"topk": 64}, "topk: expected None, as in the decode call which filled out, got 64"),
-        (dense, {"enable_batch_invariant": True}, "enable_batch_invariant: expected False, as in the dec"),
-    )
-    for metadata, arguments, text in bad:
-        rows = metadata.tile_scheduler_metadata.copy()
-        with pytest.raises(ValueError, match="^" + text):
-            reference.get_mla_metadata([5, 5, 5], 4, 1, out=metadata, **arguments)
-        np.testing.assert_array_equal(metadata.tile_scheduler_metadata, rows)
-
-
 # ---- the surface
 
 NAMES = {

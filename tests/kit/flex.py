@@ -13,7 +13,8 @@ from typing import Any
 from rawmla.flex.block_mask import BlockMask
 
 from .functions import BIASES, MASKS, SCORES, Function, Sizes
-from .mha import changed_fields, in_gaps, problems_of_lse, problems_of_out
+from .generators import changed_fields
+from .mha import in_gaps, problems_of_lse, problems_of_out
 
 CHUNK_SCORES = 1 << 25
 """Scores of one step of the reference (256 MiB in float64), unless a single head has more."""

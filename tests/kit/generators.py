@@ -21,7 +21,16 @@ SHARP_FACTOR = 48.0
 """Factor on the sharp query rows; their scores have a standard deviation near 3.5 instead of 0.07."""
 
 _POISON = {"nan": float("nan"), "inf": float("inf"), "none": None}
-_SHORT_DTYPE = {"bfloat16": "bf16", "float16": "fp16"}
+
+
+def changed_fields(case: Any) -> str:
+    """What differs from the defaults in a case: its name."""
+    changed = [
+        f"{one.name}={getattr(case, one.name)}"
+        for one in fields(case)
+        if getattr(case, one.name) not in (one.default,)  # NaN is in (NaN,)
+    ]
+    return " ".join(changed).replace(", ", ",") or "default"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,31 +71,10 @@ class DenseCase:
     block_gap: int = 0
     table_gap: int = 0
 
-    def __post_init__(self) -> None:
-        if self.lengths is not None and len(self.lengths) != self.b:
-            raise ValueError(f"`lengths`: expected {self.b} entries, got {len(self.lengths)}")
-        if self.poison not in _POISON or self.dtype not in _SHORT_DTYPE:
-            raise ValueError(f"unknown poison {self.poison!r} or dtype {self.dtype!r}")
-
     @property
     def id(self) -> str:
-        """A name for people and for pytest."""
-        words = [
-            f"b{self.b}",
-            f"sq{self.s_q}",
-            f"sk{self.s_k}" if self.lengths is None else "given_lengths",
-            f"h{self.h_q}x{self.h_kv}",
-            f"d{self.d_qk}",
-            f"page{self.page_block_size}",
-            _SHORT_DTYPE[self.dtype],
-        ]
-        words += [word for word in ("varlen", "causal", "zero_lengths", "sharp") if getattr(self, word)]
-        words += [
-            f"{word}{getattr(self, word)}"
-            for word in ("block_gap", "table_gap", "seed")
-            if getattr(self, word)
-        ]
-        return "-".join(words)
+        """What differs from the defaults."""
+        return changed_fields(self)
 
     def request_lengths(self) -> list[int]:
         """Tokens per request; the same for every dtype, layout and framework."""

@@ -8,11 +8,12 @@ inputs' own dtype it is the plain torch that bounds of errors are measured by.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from math import inf
 from typing import Any
 
 from .compare import Tolerance, in_parts, measure
+from .generators import changed_fields
 
 CHUNK_SCORES = 1 << 25
 """Scores, and numbers of keys and values, of one step of the reference (256 MiB in float64), unless the keys
@@ -25,16 +26,6 @@ LEAST = {"bfloat16": 2.0**-123, "float16": 2.0**-25}
 row's factor below 2**-126 becomes 0 before it multiplies values of up to 8.
 """
 _ANY = Tolerance(absolute=inf, relative=inf)
-
-
-def changed_fields(case: Any) -> str:
-    """What differs from the defaults in a case: its name."""
-    changed = [
-        f"{one.name}={getattr(case, one.name)}"
-        for one in fields(case)
-        if getattr(case, one.name) not in (one.default,)  # NaN is in (NaN,)
-    ]
-    return " ".join(changed).replace(", ", ",") or "default"
 
 
 @dataclass(frozen=True)

@@ -36,22 +36,6 @@ class Split:
     end_block: int
 
 
-@dataclass(frozen=True, slots=True)
-class PlanSummary:
-    """What every partition that has work was given: how many blocks, in how many splits."""
-
-    blocks: tuple[int, ...]
-    splits: tuple[int, ...]
-
-    def largest_cost(self, split_cost: int) -> int:
-        """The largest share when a split costs `split_cost` blocks on top of its own."""
-        return max((n + split_cost * k for n, k in zip(self.blocks, self.splits, strict=True)), default=0)
-
-    def total_cost(self, split_cost: int) -> int:
-        """The sum of all shares, reckoned in the same way."""
-        return sum(self.blocks) + split_cost * sum(self.splits)
-
-
 def blocks_of(lengths: Sequence[int]) -> list[int]:
     """64-token blocks per request."""
     return [-(-length // BLOCK_TOKENS) for length in lengths]
@@ -85,7 +69,7 @@ def check_plan(
     layout: str,
     *,
     batch_invariant: bool = False,
-) -> PlanSummary:
+) -> None:
     """Raise AssertionError unless the plan covers every block of every request exactly once, in order.
 
     `num_splits` must be the exclusive prefix sum of the splits per request, and the object layout's flags
@@ -99,12 +83,8 @@ def check_plan(
     assert num_splits[0] == 0, f"num_splits starts with {num_splits[0]}"
     splits = read_splits(rows, lengths, layout)
     by_request: list[list[Split]] = [[] for _ in range(b)]
-    given: dict[int, list[int]] = {}
     for split in splits:
         by_request[split.request].append(split)
-        share = given.setdefault(split.part, [0, 0])
-        share[0] += split.end_block - split.begin_block
-        share[1] += 1
     for request, own in enumerate(by_request):
         position = 0
         for index, split in enumerate(own):
@@ -124,7 +104,6 @@ def check_plan(
         )
     if layout == "object" and not batch_invariant:
         _check_flags(rows, counts, b)
-    return PlanSummary(tuple(n for n, _ in given.values()), tuple(k for _, k in given.values()))
 
 
 def _place(request: int, blocks: list[int], own: list[Split]) -> str:

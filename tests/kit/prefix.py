@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from .compare import in_parts
+from .generators import changed_fields
 from .mha import (
     HALF_STEP,
     LEAST,
     bounds_of,
-    changed_fields,
     flash_attn_func,
     in_gaps,
     problems_of_out,

@@ -14,12 +14,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .generators import SHARP_FACTOR, as_framework, sharp_rows
+from .generators import SHARP_FACTOR, as_framework, changed_fields, sharp_rows
 
 INT_MIN = -(2**31)
 INT_MAX = 2**31 - 1
-
-LAYOUTS = ("v32", "model1", "bf16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,20 +112,6 @@ class SparseCase:
     index_gap: int = 0
     seed: int = 0
 
-    def __post_init__(self) -> None:
-        if self.layout not in LAYOUTS or self.poison not in ("nan", "inf", "none"):
-            raise ValueError(f"unknown layout {self.layout!r} or poison {self.poison!r}")
-        if (self.layout, self.width) not in _FORMATS:
-            raise ValueError(f"`d_qk`: the layout {self.layout!r} does not have {self.d_qk}")
-        for name in ("lengths", "extra_lengths"):
-            lengths = getattr(self, name)
-            if (
-                isinstance(lengths, tuple)
-                and len(lengths) != self.b
-                or isinstance(lengths, str) != (lengths == "random")
-            ):
-                raise ValueError(f"`{name}`: expected {self.b} entries, 'random' or None, got {lengths!r}")
-
     @property
     def width(self) -> int:
         """d_qk, as given or as the layout has it."""
@@ -140,29 +124,8 @@ class SparseCase:
 
     @property
     def id(self) -> str:
-        """A name for people and for pytest."""
-        words = [
-            f"{self.layout}{self.width if self.layout == 'bf16' else ''}",
-            f"b{self.b}",
-            f"sq{self.s_q}",
-            f"h{self.h_q}",
-            f"sk{self.s_k}",
-            f"top{self.topk}",
-            f"page{self.page_block_size}",
-        ]
-        if self.lengths is not None:
-            words.append("lengths" if self.lengths == "random" else "given_lengths")
-        if self.extra_topk:
-            words.append(f"extra{self.extra_topk}of{self.extra_s_k}page{self.extra_page_block_size}")
-        if self.extra_lengths is not None:
-            words.append("extra_lengths" if self.extra_lengths == "random" else "given_extra_lengths")
-        words += [word for word in ("sink", "sharp", "shared", "power_of_two_scales") if getattr(self, word)]
-        words += [
-            f"{word}{getattr(self, word)}"
-            for word in ("block_gap", "index_gap", "empty_rows", "seed")
-            if getattr(self, word)
-        ]
-        return "-".join(words)
+        """What differs from the defaults."""
+        return changed_fields(self)
 
 
 @dataclass(slots=True)
