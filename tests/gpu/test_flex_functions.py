@@ -116,30 +116,6 @@ def test_errors_in_the_users_text() -> None:
     assert "return grad + nothing_of_that_name" in str(caught.value)
 
 
-def test_masks_of_masks() -> None:
-    """`and_masks` and `or_masks`, here and of torch."""
-    from torch.nn.attention import flex_attention as theirs
-
-    sizes = FlexCase(**SHAPE).sizes("cuda")
-    first, second = MASKS["random"](sizes), MASKS["window"](sizes)
-
-    def both(xp: Any, t: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
-        return t.chosen[q, k] & (q >= k) & (q - k <= t.width)
-
-    def either(xp: Any, t: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
-        return t.chosen[q, k] | (q >= k) & (q - k <= t.width)
-
-    captures = {**first.captures, **second.captures}
-    inputs = make_flex_inputs(FlexCase(**SHAPE))
-    for names, arrays in (("and_masks", both), ("or_masks", either)):
-        for module in (rawmla, theirs):
-            python = getattr(module, names)(first.python, second.python)
-            mask = Function(python, "", arrays, captures)
-            given = rawmla.create_block_mask(python, None, None, 200, 277)
-            one = replace(inputs, mask=mask, block_mask=given)
-            check_flex(one, attend(one))
-
-
 # ---- captured tensors
 
 

@@ -1,5 +1,5 @@
-"""Operators of score functions on the GPU, whose instructions for some are approximate: values and derivatives
-at single points, as torch's float64 has them.
+"""Operators of score functions on the GPU, whose instructions for some are approximate: values and
+derivatives at single points, as torch's float64 has them.
 
 tests/test_flex_trace.py evaluates these and the other functions of tests/flex_functions.py on the CPU.
 """

@@ -87,7 +87,7 @@ def pairs() -> list[Pair]:
 
 
 def quick(pair: Pair) -> bool:
-    """Every eighth bias beyond the score functions, which test_flex_functions.py and test_flex_matrix.py run."""
+    """Every eighth bias beyond the score functions, which other files run."""
     return pair.case.seed >= len(DIMS) * len(SCORES) and pair.case.seed % 8 == 0
 
 

@@ -89,24 +89,6 @@ def test_windows_at_borders_of_tiles(d: int, sizes: tuple[int, int]) -> None:
             )
 
 
-def test_ways_to_say_a_window() -> None:
-    """None and -1; bounds past all keys, and past 32 bits; causal and a right bound of 0."""
-    inputs = make_mha_inputs(MhaCase(s_q=150, s_k=200))
-    full, causal = attend(inputs), attend(inputs, causal=True)
-    left = attend(inputs, window_size=(7, 0))
-    for want, options in (
-        (full, {"window_size": (None, None)}),
-        (full, {"window_size": (None, 10**6)}),
-        (full, {"window_size": (-1, 2**40)}),
-        (full, {"window_size": (2**40, -1)}),
-        (causal, {"window_size": (None, 0)}),
-        (causal, {"window_size": (-1, 5), "causal": True}),
-        (causal, {"window_size": (2**31, 0)}),
-        (left, {"window_size": (7, None), "causal": True}),
-    ):
-        assert_same_results(str(options), inputs, attend(inputs, **options), want)
-
-
 @pytest.mark.parametrize("spoiler", (nan, inf))
 @pytest.mark.parametrize("d", (64, 128, 256))
 def test_keys_that_are_masked_may_hold_anything(d: int, spoiler: float) -> None:
