@@ -11,7 +11,7 @@ from gpu_support import assert_same_bits, torch
 
 import rawmla
 from kit.mha import MhaCase, make_mha_inputs
-from operations import Operation, assert_results, for_each, for_first
+from operations import Operation, assert_results, for_each
 
 pytestmark = [
     pytest.mark.usefixtures("_nothing_compiled"),
@@ -47,28 +47,6 @@ def test_compiled(operation: Operation, case: Any, backend: str) -> None:
     assert_same_bits("what follows", twice[rows], got[0][rows].float() * 2)
     if call.written is None:
         assert got[0].stride() == want[0].stride()
-
-
-@for_first(only=lambda operation: operation.name in ("mha", "prefix"))
-def test_output_is_a_slice(operation: Operation, case: Any) -> None:
-    """What is written in place is written there, and nothing around it."""
-    call = operation.make(case)
-    want = call.run()
-    (name,) = operation.outputs
-    shape = list(want[0].shape)
-    heads = shape[-2]
-    shape[-2] *= 2
-    buffer = torch.ones(shape, dtype=want[0].dtype, device="cuda")
-    buffer[..., heads:, :].view(torch.int16).fill_(-1)  # rows of no request stay NaN
-    function = getattr(rawmla, call.function)
-
-    def step(buffer: Any, arguments: dict[str, Any]) -> None:
-        function(**arguments, **{name: buffer[..., heads:, :]})
-
-    torch.compile(step, fullgraph=True)(buffer, call.arguments)
-    rows = ... if call.covered is None else call.covered()
-    assert_same_bits(name, buffer[..., heads:, :][rows], want[0][rows])
-    assert bool((buffer[..., :heads, :] == 1).all())
 
 
 def test_one_graph_for_many_lengths() -> None:

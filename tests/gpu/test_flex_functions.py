@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from full_cases import full_unless
 from gpu_support import forget_prepared_calls, torch
+from test_flex_matrix import VARIANTS
 
 import rawmla
 from kit.flex import MASKS, SCORES, FlexCase, Function, check_flex, make_flex_inputs
@@ -28,11 +29,19 @@ SHAPE: dict[str, Any] = {"b": 2, "h_q": 4, "h_kv": 2, "s_q": 200, "s_k": 277}
 forms = pytest.mark.parametrize("form", full_unless(lambda form: form == "python", ("python", "cuda")))
 
 
-def in_turn(names: Any) -> list[Any]:
-    """Names with each form. Every run has a quarter of the names, and the forms in turn."""
+# Every run has these in test_flex_matrix.py, in other tests, or in another order of their indices.
+ELSEWHERE = {
+    *(name for variant in VARIANTS for name in (variant.score, variant.mask)),
+    *("query scale", "bias b k", "scalar", "alibi table", "bias b h q k", "head offset", "identity", "twice"),
+    *("absolute", "bias q k", "bias k q", "bias q h k", "bias k q h b"),
+} - {"causal"}
+
+
+def in_turn(names: Any, elsewhere: Any = ()) -> list[Any]:
+    """Names with each form. Every run has one form of each name that is not `elsewhere`, in turn."""
     pairs = [(name, form) for name in names for form in ("python", "cuda")]
-    quick = {(name, ("python", "cuda")[number % 2]) for number, name in enumerate(names) if number % 4 == 0}
-    return full_unless(lambda pair: pair in quick, pairs, several=True)
+    quick = {(name, ("python", "cuda")[number % 2]) for number, name in enumerate(names)}
+    return full_unless(lambda pair: pair in quick and pair[0] not in elsewhere, pairs, several=True)
 
 
 def check_both(call: BackwardInputs, form: str, *, plain: bool = False, **more: Any) -> None:
@@ -66,13 +75,13 @@ def call_with_table(
 # ---- functions
 
 
-@pytest.mark.parametrize(("name", "form"), in_turn(SCORES))
+@pytest.mark.parametrize(("name", "form"), in_turn(SCORES, ELSEWHERE))
 def test_score(name: str, form: str) -> None:
     check_both(backward_inputs(FlexCase(**SHAPE, score=name), "both"), form, plain=True)
 
 
 @pytest.mark.parametrize("separate", (True, False))
-@pytest.mark.parametrize(("name", "form"), in_turn(MASKS))
+@pytest.mark.parametrize(("name", "form"), in_turn(MASKS, ELSEWHERE))
 def test_mask(name: str, form: str, separate: bool) -> None:
     """With lists of ours and of rawmla's own, which give the same bits."""
     call = backward_inputs(FlexCase(**SHAPE, mask=name, separate=separate), "both")
@@ -114,30 +123,6 @@ def test_errors_in_the_users_text() -> None:
     with pytest.raises(rawmla.CompileError) as caught:
         backward_of(call, score_mod=rawmla.CudaMod("score", grad="grad + nothing_of_that_name"))
     assert "return grad + nothing_of_that_name" in str(caught.value)
-
-
-def test_masks_of_masks() -> None:
-    """`and_masks` and `or_masks`, here and of torch."""
-    from torch.nn.attention import flex_attention as theirs
-
-    sizes = FlexCase(**SHAPE).sizes("cuda")
-    first, second = MASKS["random"](sizes), MASKS["window"](sizes)
-
-    def both(xp: Any, t: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
-        return t.chosen[q, k] & (q >= k) & (q - k <= t.width)
-
-    def either(xp: Any, t: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
-        return t.chosen[q, k] | (q >= k) & (q - k <= t.width)
-
-    captures = {**first.captures, **second.captures}
-    inputs = make_flex_inputs(FlexCase(**SHAPE))
-    for names, arrays in (("and_masks", both), ("or_masks", either)):
-        for module in (rawmla, theirs):
-            python = getattr(module, names)(first.python, second.python)
-            mask = Function(python, "", arrays, captures)
-            given = rawmla.create_block_mask(python, None, None, 200, 277)
-            one = replace(inputs, mask=mask, block_mask=given)
-            check_flex(one, attend(one))
 
 
 # ---- captured tensors

@@ -44,6 +44,7 @@ def test_rows_without_keys(spoiler: float, of: str) -> None:
         inputs = make_mha_inputs(MhaCase(s_q=200, s_k=60, causal=True, sink=sink, gap=spoiler))
         call = backward_inputs(inputs, of)
         check_mha(inputs, call.results)
+        assert not bool(call.results[0][:, :140].any())
         assert not bool(call.gradients.dout[:, :140].isfinite().any())
         inputs.q[:, :140] = spoiler
         call.results[0][:, :140] = spoiler
@@ -87,24 +88,6 @@ def test_windows_at_borders_of_tiles(d: int, sizes: tuple[int, int]) -> None:
             check_both(
                 MhaCase(b=1, s_q=sizes[0], s_k=sizes[1], window=(left, right), h_q=2, h_kv=1, d_qk=d, d_v=d)
             )
-
-
-def test_ways_to_say_a_window() -> None:
-    """None and -1; bounds past all keys, and past 32 bits; causal and a right bound of 0."""
-    inputs = make_mha_inputs(MhaCase(s_q=150, s_k=200))
-    full, causal = attend(inputs), attend(inputs, causal=True)
-    left = attend(inputs, window_size=(7, 0))
-    for want, options in (
-        (full, {"window_size": (None, None)}),
-        (full, {"window_size": (None, 10**6)}),
-        (full, {"window_size": (-1, 2**40)}),
-        (full, {"window_size": (2**40, -1)}),
-        (causal, {"window_size": (None, 0)}),
-        (causal, {"window_size": (-1, 5), "causal": True}),
-        (causal, {"window_size": (2**31, 0)}),
-        (left, {"window_size": (7, None), "causal": True}),
-    ):
-        assert_same_results(str(options), inputs, attend(inputs, **options), want)
 
 
 @pytest.mark.parametrize("spoiler", (nan, inf))

@@ -335,26 +335,6 @@ def test_a_broken_promise_of_equal_lengths(dims: dict[str, Any]) -> None:
         assert_untouched_around(buffer, array)
 
 
-@each_form
-def test_many_requests(dims: dict[str, Any]) -> None:
-    """More requests than a warp looks at in one step, most of them short or empty."""
-    draw = random.Random(5)
-    q_lengths = tuple(draw.choice((0, 0, 1, 2, 17, 150)) for _ in range(333))
-    k_lengths = tuple(draw.choice((0, 1, 5, 90, 300)) for _ in range(333))
-    case = MhaCase(
-        q_lengths=q_lengths,
-        k_lengths=k_lengths,
-        h_q=8,
-        h_kv=2,
-        causal=True,
-        sink="float32",
-        **dims,
-    )
-    call = backward_inputs(make_mha_inputs(case))
-    check_mha(call.inputs, attend(call.inputs))
-    check_backward(call, backward_of(call))
-
-
 # ---- packed arrays
 
 

@@ -11,7 +11,7 @@ import pytest
 from attention_calls import (
     copies_of_arguments,  # noqa: F401
 )
-from gpu_support import assert_same_bits, torch, without_splits
+from gpu_support import assert_same_bits, torch
 
 from kit.mha import flash_attn_func
 from kit.prefix import (
@@ -148,27 +148,6 @@ def test_nothing_to_do(b: int, arrays_of_k: bool) -> None:
     checked(inputs)
 
 
-def test_arguments_that_change_nothing() -> None:
-    """max_seq_len, windows of no effect, scales and names of a cache that is not FP8; and, unless keys are
-    split, a larger max_input_len.
-    """
-    inputs = make_prefix_inputs(PrefixCase(**MANY))
-    want = checked(inputs)
-    for changes in (
-        *[{"max_seq_len": longest} for longest in (0, 10**6)],
-        *[{"sliding_window": window} for window in (None, 0, -1, -(2**40), 5000)],
-        *[{"k_scale": scale, "v_scale": scale} for scale in (0.0, None, 7.0)],
-        *[{"kv_cache_dtype": name} for name in ("bfloat16", "auto")],
-    ):
-        assert_same_bits(str(changes), checked(inputs, **changes), want)
-    with without_splits():
-        want = checked(inputs)
-        for max_input_len in (301, 2**30):
-            got = checked(inputs, max_input_len=max_input_len)
-            assert_same_bits(f"max_input_len {max_input_len}", got, want)
-    checked(inputs, max_input_len=2**30)
-
-
 def test_more_than_65535_heads_of_requests() -> None:
     """b * h of 68,160, and 4,096 heads."""
     b = 22720
@@ -246,13 +225,6 @@ def addresses_of(inputs: PrefixInputs) -> Any:
         cache.data_ptr() + inputs.b_loc * step,
         torch.full_like(inputs.b_loc, 2**62),
     )
-
-
-@each_source
-def test_one_table_for_all(source: dict[str, Any]) -> None:
-    """A table whose rows are the same memory: requests with the same context."""
-    inputs = make_prefix_inputs(PrefixCase((50, 3, 130), (200, 200, 200), **source))
-    checked(replace(inputs, b_loc=inputs.b_loc[:1].expand(3, -1)))
 
 
 @pytest.mark.parametrize("own_cached", (False, True))
@@ -418,20 +390,6 @@ def test_scales_of_caches(cache: str) -> None:
             for k_scale, v_scale in ((scale, 1.0), (1.0, scale), (scale, scale))
         ]
     )
-
-
-def test_scales_as_numbers_or_arrays() -> None:
-    """Of shape [] or [1], on the device: the same bits."""
-    case = PrefixCase(**MANY, kv_cache_dtype="fp8", k_scale=0.5, v_scale=3.0, out_scale=0.0625)
-    inputs = make_prefix_inputs(case)
-    want = checked(inputs)
-    assert_same_bits("arrays", checked(make_prefix_inputs(replace(case, device_scales=True))), want)
-    for name, value in (("k_scale", 0.5), ("v_scale", 3.0), ("fp8_out_scale", 0.0625)):
-        for shape in ((), (1,)):
-            array = torch.full(shape, value, device="cuda")
-            assert_same_bits(name, checked(inputs, **{name: array}), want)
-    for dtype in ("uint8", "int8"):
-        assert_same_bits(dtype, checked(make_prefix_inputs(replace(case, bytes_dtype=dtype))), want)
 
 
 @pytest.mark.parametrize("name", ("k_scale", "v_scale"))
