@@ -6,8 +6,8 @@
 
 `families` has the names of all cases, from which they are made: `mla`, `dense`, `prefix`, `flex` and `around`
 have the kinds of cases, with counts, inputs, calls, checks and the libraries beside. `measure` times a case
-by `timing`; `tables` shows the results. The checkout's own rawmla is measured,
-whether or not another one is installed.
+by `timing`; `tables` shows the results. The checkout's own rawmla is measured, whether or not another one is
+installed.
 """
 
 import sys

@@ -35,8 +35,8 @@ SECONDS_BETWEEN = 0.02  # readings of power and clock
 
 
 def read_nvml() -> tuple[float, float]:
-    """Watts at this moment and MHz of the current GPU, through NVML (pip install nvidia-ml-py). Power that NVML gives without a field is a mean over the last second, in
-    which the GPU may have idled.
+    """Watts at this moment and MHz of the current GPU, through NVML (pip install nvidia-ml-py). Power that
+    NVML gives without a field is a mean over the last second, in which the GPU may have idled.
     """
     import cupy
     import pynvml
