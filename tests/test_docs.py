@@ -13,7 +13,8 @@ API_PAGE = ROOT / "docs" / "api.md"
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 KERNEL_PAGES = sorted((ROOT / "docs" / "kernels").glob("*.md"))
 MADE_ON_THE_GPU_MACHINE = {"docs/gpu-record.json", "docs/roofline.png"}
-OTHER_PROGRAMS_OPTIONS = {"--quiet", "--editable", "--no-deps", "--full"}  # the last of tests/conftest.py
+OTHER_PROGRAMS_OPTIONS = {"--quiet", "--editable", "--no-deps", "--dist", "--maxschedchunk"}
+OWN_OPTIONS_OF_PYTEST = {"--full"}  # tests/conftest.py
 ENGINES_OPTIONS = {"--attention-backend", "--model-path", "--dsa-prefill-backend", "--dsa-decode-backend"}
 NEED_TORCH = {"--sources"}  # of tests/contracts/record.py, which does not start without torch
 FILES_TO_WRITE = {"NAME.cu", "NAME.py", "trace.py"}  # "how to add" in docs/contributing.md
@@ -194,7 +195,10 @@ def test_options_exist() -> None:
     known = {option for command in programs for option in re.findall(r"--[a-z][a-z-]*", help_text(*command))}
     for page in PAGES:
         named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z](?!\w)", page.read_text()))
-        assert named - known - OTHER_PROGRAMS_OPTIONS - ENGINES_OPTIONS - NEED_TORCH == set(), page.name
+        assert (
+            named - known - OTHER_PROGRAMS_OPTIONS - OWN_OPTIONS_OF_PYTEST - ENGINES_OPTIONS - NEED_TORCH
+            == set()
+        ), page.name
 
 
 def test_every_public_name_is_in_the_api_table() -> None:
