@@ -58,16 +58,6 @@ def test_write(slot_dtype: type, kind: str) -> None:
             cache.check(want)
 
 
-@layouts
-def test_write_equals_quantize(layout: str) -> None:
-    k_cache = to_device(values((20, 64, 1, COLUMNS[layout])))
-    rows = k_cache.view(-1, COLUMNS[layout])
-    order = torch.randperm(20 * 64, device="cuda")
-    cache = PaddedCache(layout, 20, 64)
-    rawmla.write_kv_cache(rows[order, :-64], rows[order, -64:], cache.view, order)
-    assert torch.equal(cache.view, rawmla.quantize_k_cache(k_cache, layout))
-
-
 @kinds
 def test_far_block(kind: str) -> None:
     """Block 2066 at a stride of 1,039,680 bytes begins past 2**31. Written, and gathered at once."""
@@ -255,18 +245,3 @@ def test_nan_and_infinity(layout: str) -> None:
     k_cache[1, 1, 0, :128], k_cache[1, 3, 0, -3:] = np.nan, np.nan
     got = reference.dequantize_k_cache(check_quantized(k_cache, layout), layout)
     assert np.isnan(got[1, 1, 0, :128]).all() and np.isnan(got[1, 3, 0, -3:]).all()
-
-
-@pytest.mark.parametrize(
-    ("layout", "page", "dtype"),
-    (("v32", 64, torch.int8), ("v32", 64, torch.float8_e4m3fn), ("model1", 53, torch.uint8)),
-    ids=str,
-)
-def test_given_caches(layout: str, page: int, dtype: Any) -> None:
-    """Of other byte types; and of an odd page without padding, whose blocks are aligned to 8 bytes."""
-    k_cache = values((5, page, 1, COLUMNS[layout]))
-    want = reference.quantize_k_cache(k_cache, layout)
-    given = torch.zeros(want.shape, dtype=torch.uint8, device="cuda").view(dtype)
-    rawmla.quantize_k_cache(to_device(k_cache), layout, out=given)
-    np.testing.assert_array_equal(to_host(given).view(np.uint8), want)
-    check_dequantized(given, layout)

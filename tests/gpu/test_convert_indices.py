@@ -20,7 +20,7 @@ def check_slots(got: Any, want: Any, compact: bool) -> None:
 
 
 @pytest.mark.parametrize("compact", (False, True))
-@pytest.mark.parametrize("topk", (1, 63, 64, 133, 256, 257, 2048, 2051, 10_000))
+@pytest.mark.parametrize("topk", (1, 63, 64, 257, 2051, 10_000))
 def test_as_the_reference(topk: int, compact: bool) -> None:
     """With rows of one request each, and with numbers of requests; also in place."""
     width = 9

@@ -6,7 +6,6 @@ engines pass is in test_engine_contracts.py.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -64,48 +63,16 @@ def same(name: str, got: Any, want: Any) -> None:
         assert_same_bits(f"{name}, result {index}", one, wanted)
 
 
-@dataclasses.dataclass
-class EnginePlan:
-    """The plan object of vLLM's copy, with its own config class."""
-
-    @dataclasses.dataclass
-    class Config:
-        b: int
-        s_q: int
-        h_q: int
-        page_block_size: int
-        h_k: int
-        causal: bool
-        is_fp8_kvcache: bool
-        topk: int | None
-        extra_page_block_size: int | None
-        extra_topk: int | None
-        enable_batch_invariant: bool
-
-    have_initialized: bool = False
-    config: Config | None = None
-    tile_scheduler_metadata: Any = None
-    num_splits: Any = None
-
-
 @decoding
 def test_plans_of_decoding(flash_mla: Any, case: Any) -> None:
-    """None, an object, an engine's object that is empty or has arrays, and arrays planned beforehand."""
+    """None, an object twice, and arrays planned beforehand."""
     call = make(case)
     want = call.run()
     call.check(want)
     decode = flash_mla.flash_mla_with_kvcache
     plan, _ = flash_mla.get_mla_metadata()
-    foreign, filled = EnginePlan(), EnginePlan()
-    for name, given in (("none", None), ("object", plan), ("again", plan), ("vLLM's", foreign)):
+    for name, given in (("none", None), ("object", plan), ("again", plan)):
         same(name, decode(**call.arguments, tile_scheduler_metadata=given), want)
-    assert plan.have_initialized and type(foreign.config) is EnginePlan.Config
-    assert_same_bits("vLLM's plan", foreign.tile_scheduler_metadata, plan.tile_scheduler_metadata)
-    rows = filled.tile_scheduler_metadata = plan.tile_scheduler_metadata.clone()
-    filled.num_splits = plan.num_splits.clone()
-    same("given arrays", decode(**call.arguments, tile_scheduler_metadata=filled), want)
-    assert filled.tile_scheduler_metadata is rows and filled.have_initialized
-
     assert call.plan is not None
     tiles, splits = flash_mla.get_mla_decoding_metadata(*call.plan.values())
     hoisted = rawmla.FlashMLASchedMeta(tile_scheduler_metadata=tiles, num_splits=splits)
@@ -145,27 +112,6 @@ def test_capture(flash_mla: Any, case: Any) -> None:
         for got in results[:3]:
             same(f"lengths times {factor}", got, want)
         call.check(results[3])
-
-
-def test_dense_of_the_older_generation() -> None:
-    call = make(DENSE)
-    assert call.plan is not None
-    lengths, rows, h_kv, _ = call.plan.values()
-    try:
-        flash_mla = rawmla.install_flash_mla(replace=True, api="tensors")
-        tiles, splits = flash_mla.get_mla_metadata(lengths, rows, h_kv)
-        same("plan", (tiles, splits), rawmla.get_mla_metadata(lengths, rows, h_kv))
-        # Chitu and SGLang keep both in buffers of their own, num_splits in a longer one.
-        buffer = torch.full((40,), -1, dtype=torch.int32, device="cuda")
-        buffer[: DENSE.b + 1].copy_(splits)
-        positional = [call.arguments[name] for name in ("q", "k_cache", "block_table", "cache_seqlens")]
-        for number in (DENSE.b + 1, 40):
-            got = flash_mla.flash_mla_with_kvcache(
-                *positional, 512, tiles.clone(), buffer[:number], None, True
-            )
-            same("tensors", got, call.run())
-    finally:
-        rawmla.uninstall_flash_mla()
 
 
 def positional_prefill(call: Call) -> tuple[Any, ...]:

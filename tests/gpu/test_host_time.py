@@ -3,10 +3,8 @@
 The target is 20 us; the limit of the test leaves room for slow hosts. These tests run by themselves.
 """
 
-import importlib
 import statistics
 import time
-import timeit
 from collections.abc import Callable
 from typing import Any
 
@@ -15,11 +13,9 @@ from gpu_support import call_arguments, torch
 
 import rawmla
 from kit import DenseCase, make_dense_inputs
-from rawmla.call import tracing
 
 LIMIT_US = 40.0
 OVERHEAD_US = 2.0
-QUESTION_US = 0.3
 CALLS_IN_FLIGHT = 40
 
 pytestmark = pytest.mark.unpoisoned
@@ -61,18 +57,3 @@ def test_overhead(flash_mla: Any) -> None:
     calls = (flash_mla.flash_mla_with_kvcache, rawmla.flash_mla_with_kvcache)
     through, own = (statistics.median(times) for times in times_of(calls, arguments, 4000))
     assert through - own < OVERHEAD_US, f"{through:.2f} us and {own:.2f} us"
-
-
-def test_question_whether_torch_traces(record_property: Any) -> None:
-    """Eager calls run the same code whether operators are registered or not, and pay for one question."""
-    inputs = make_dense_inputs(DenseCase(b=1, h_q=16, s_k=64))
-    rawmla.flash_mla_with_kvcache(*call_arguments(inputs), rawmla.get_mla_metadata()[0])
-    asked = tracing.is_traced
-    importlib.reload(importlib.import_module("rawmla.torch_ops"))
-    assert tracing.is_traced.__code__ is asked.__code__
-    names = {"tracing": tracing, "q": inputs.q}
-    times = timeit.repeat("tracing.is_traced(q)", number=2000, repeat=50, globals=names)
-    question = min(times) / 2000 * 1e6
-    print(f"\nhost time of the question whether torch traces: {question:.3f} us")
-    record_property("question_us", question)
-    assert question < QUESTION_US

@@ -19,9 +19,9 @@ from operations import Operation
 from operations.caches import to_device
 from rawmla import reference
 
-BATCHES = (1, 2, 3, 7, 16, 31, 32, 33, 128, 131, 511, 1000, 1024, 1025, 4096, 10007, 16384)
+BATCHES = (1, 7, 32, 33, 131, 511, 1024, 1025, 4096, 10007, 16384)
 HEADS = ((1, 16, 1), (1, 128, 1), (2, 128, 1), (1, 64, 2), (4, 126, 2), (1, 1, 1), (1, 512, 1))
-PARTS = (1, 2, 7, 66, 131, 132, 300, 1000, 2000)
+PARTS = (1, 2, 66, 131, 300, 2000)
 
 
 def lengths_of(kind: str, b: int) -> Any:
@@ -54,7 +54,7 @@ def sm_count() -> int:
 
 @pytest.mark.parametrize("invariant", (False, True))
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("b", full_unless(lambda b: b < 2000 or b == 16384, BATCHES))
+@pytest.mark.parametrize("b", full_unless(lambda b: b in (1, 33, 131, 1025, 16384), BATCHES))
 def test_lengths(b: int, kind: str, invariant: bool) -> None:
     """In place for any number of parts and in both layouts; and for the parts of calls with any heads."""
     lengths = lengths_of(kind, b)

@@ -26,9 +26,9 @@ from sparse_kinds import (
 from kit import check_close, out_tolerance
 from kit.sparse import INT_MAX, INT_MIN, block_fields
 
-HEADS = (1, 2, 3, 8, 9, 16, 17, 24, 32, 48, 63, 64, 65, 66, 96, 126, 128, 130, 192, 200, 256)
-TOPK = (1, 63, 64, 65, 133, 2051)
-PAGES = (1, 2, 32, 53, 61, 64, 69, 576)
+HEADS = (1, 3, 8, 9, 16, 17, 32, 33, 63, 64, 65, 66, 96, 128, 130, 192, 256)
+TOPK = (1, 63, 64, 65, 2051)
+PAGES = (1, 2, 53, 64, 69, 576)
 EXTRA: dict[str, Any] = {"extra_s_k": 300, "extra_topk": 133, "extra_page_block_size": 2}
 BF16_PREFILL = [kind for kind in PREFILL if not kind.fp8]
 ROWS = BF16_PREFILL[0]
@@ -113,7 +113,7 @@ def test_page_sizes(page: int, kind: Kind) -> None:
 
 @for_kinds(DECODE)
 def test_query_tokens(kind: Kind) -> None:
-    for s_q in (*range(1, 9), 16, 128):
+    for s_q in (1, 2, 3, 8, 128):
         inputs = kind.make(b=3, s_q=s_q, topk=100, empty_rows=0.2)
         for form in kind.forms:
             kind.checked(inputs, form=form)
@@ -139,7 +139,7 @@ def test_65536_query_tokens_in_one_request(h_q: int) -> None:
     assert bool(out.isfinite().all()) and not bool(lse.isnan().any())
 
 
-@pytest.mark.parametrize(("tokens", "h_q", "topk"), ((70_000, 5, 130), (16_385, 64, 100), (1_000_000, 1, 33)))
+@pytest.mark.parametrize(("tokens", "h_q", "topk"), ((70_000, 5, 130), (16_385, 64, 100)))
 def test_more_tokens_of_prefill_than_a_plan_takes(tokens: int, h_q: int, topk: int) -> None:
     """Tokens at the seams between plans and a sample of the others are compared."""
     inputs = ROWS.make(
@@ -219,17 +219,6 @@ def test_poison_is_never_read(poison: str, kind: Kind) -> None:
 
 
 @for_kinds()
-def test_slot_0(kind: Kind) -> None:
-    """Poisoned while nobody selects it, and a token like any other when somebody does."""
-    for poisoned in (True, False):
-        inputs = kind.make(
-            b=2, s_k=64, topk=64, duplicates=0.0, poison_slot_0=poisoned, invalid=0.3 if poisoned else 0.0
-        )
-        assert bool((inputs.indices == 0).any()) != poisoned
-        kind.checked(inputs)
-
-
-@for_kinds()
 @pytest.mark.parametrize("b", (5, 200, 600))
 def test_nan_in_a_selected_slot_stays_with_those_who_selected_it(b: int, kind: Kind) -> None:
     inputs = kind.make(b=b, s_k=1400, topk=90)
@@ -250,6 +239,7 @@ def test_nan_in_a_selected_slot_stays_with_those_who_selected_it(b: int, kind: K
 
 @for_kinds()
 def test_all_indices_invalid(kind: Kind) -> None:
+    """And every length zero, as in a batch of padding: of the plan those alone work that write zeros."""
     for changes in ({"b": 7}, {"b": 200}, {"b": 7, **extra_for(kind)}):
         inputs = kind.make(topk=330, sink=True, **changes)
         slots = slots_of(inputs)
@@ -259,6 +249,12 @@ def test_all_indices_invalid(kind: Kind) -> None:
                 inputs.extra_indices.fill_(-1)
             for form in kind.forms:
                 kind.assert_empty(kind.run(inputs, form=form))
+    for b in (1, 200):
+        zeros = (0,) * b
+        extra = {} if kind.prefill else {"extra_lengths": zeros, **EXTRA}
+        inputs = kind.make(b=b, topk=130, lengths=zeros, sink=True, **extra)
+        for form in kind.forms:
+            kind.assert_empty(kind.run(inputs, form=form))
 
 
 @for_kinds()
@@ -276,14 +272,7 @@ def test_valid_indices_at_one_place_only(kind: Kind) -> None:
     inputs = kind.make(b=3, topk=300, invalid=0.0)
     position = torch.arange(300, device="cuda")
     nowhere = torch.tensor([-1, -123456, INT_MIN, slots_of(inputs), INT_MAX], device="cuda")
-    for kept in (
-        position == 0,
-        position == 299,
-        (position > 100) & (position < 105),
-        position % 2 == 1,
-        position < 64,
-        position >= 256,
-    ):
+    for kept in (position == 0, position == 299, position % 2 == 1, position < 64, position >= 256):
         indices = torch.where(kept, inputs.indices, nowhere.int()[position % 5])
         kind.checked(replace(inputs, indices=indices))
 
@@ -304,24 +293,6 @@ def test_duplicates(kind: Kind) -> None:
         assert float((of_one[2] - of_one[1] - 7.0).abs().max()) < 1e-5
 
 
-@for_kinds()
-def test_one_request_with_one_key(kind: Kind) -> None:
-    inputs = kind.make(b=1, s_k=1, topk=1, page_block_size=1, invalid=0.0)
-    for form in kind.forms:
-        kind.checked(inputs, form=form)
-
-
-@for_kinds()
-@pytest.mark.parametrize("b", (1, 3, 200))
-def test_every_length_zero(b: int, kind: Kind) -> None:
-    """A batch of padding: all parts of the plan are idle but those that write zeros."""
-    zeros = (0,) * b
-    for extra in ({}, {"extra_lengths": zeros, **EXTRA} if not kind.prefill else {}):
-        inputs = kind.make(b=b, topk=130, lengths=zeros, sink=True, **extra)
-        for form in kind.forms:
-            kind.assert_empty(kind.run(inputs, form=form))
-
-
 @for_kinds(DECODE)
 def test_one_of_two_caches_is_empty(kind: Kind) -> None:
     lengths, others = (0, 130, 0, 1, 0), (133, 0, 1, 0, 0)
@@ -337,17 +308,9 @@ def test_one_of_two_caches_is_empty(kind: Kind) -> None:
 @for_kinds(BF16_PREFILL)
 def test_united_selections(kind: Kind, h_q: int) -> None:
     """Also of rows that a token selects many times, and others of its group once or not at all."""
-    for tokens, s_k, topk in ((512, 300, 100), (1025, 4700, 300), (2047, 19000, 1200)):
-        inputs = kind.make(
-            b=tokens,
-            h_q=h_q,
-            s_k=s_k,
-            topk=topk,
-            lengths="random",
-            sink=True,
-            empty_rows=0.1,
-            index_gap=3,
-        )
+    for tokens, s_k, topk in ((512, 300, 100), (2047, 19000, 1200)):
+        shape = {"b": tokens, "h_q": h_q, "s_k": s_k, "topk": topk}
+        inputs = kind.make(**shape, lengths="random", sink=True, empty_rows=0.1, index_gap=3)
         kind.assert_bits("again", kind.checked(inputs), kind.run(inputs))
     inputs = kind.make(b=515, h_q=h_q, s_k=500, topk=150, invalid=0.0)
     token = torch.arange(515, device="cuda")
