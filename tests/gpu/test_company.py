@@ -8,13 +8,7 @@ from itertools import accumulate
 from typing import Any
 
 import pytest
-from gpu_support import (
-    assert_same_bits,
-    bits,
-    sparse_decode,
-    torch,
-    without_splits,
-)
+from gpu_support import assert_same_bits, bits, torch, without_splits
 
 import rawmla
 from kit import SparseCase, make_sparse_inputs
@@ -22,7 +16,7 @@ from kit.flex import FlexCase, check_flex, make_flex_inputs
 from kit.mha import MhaCase, check_mha, make_mha_inputs
 from kit.prefix import PrefixCase, PrefixInputs, check_prefix, make_prefix_inputs
 from operations import dense, flex, prefix
-from operations.mla_sparse import for_clusters, sparse_operation
+from operations.mla_sparse import for_clusters, sparse_decode, sparse_operation
 
 DRAW = random.Random(1)
 BATCHES = [[r] for r in range(7)] + [list(range(6, -1, -1)), [4, 4, 4, 0], [2, 3, 2], [6, 1]]

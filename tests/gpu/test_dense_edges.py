@@ -6,19 +6,12 @@ from typing import Any
 
 import pytest
 from full_cases import full_unless
-from gpu_support import (
-    assert_same_bits,
-    call_arguments,
-    check,
-    decode,
-    plan,
-    reference,
-    torch,
-)
+from gpu_support import assert_same_bits, torch
 
 import rawmla
 from kit import DenseCase, make_dense_inputs
 from kit.generators import GARBAGE_PAGE
+from operations.mla_decode import call_arguments, check, decode, plan, reference
 
 FORMS = ("object", "tensors")
 ZERO_LENGTHS: dict[str, Any] = {"varlen": True, "zero_lengths": True}

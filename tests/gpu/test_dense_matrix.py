@@ -10,9 +10,10 @@ from itertools import product
 
 import pytest
 from full_cases import full_unless
-from gpu_support import check, decode, poison, reference
+from gpu_support import poison
 
 from kit import DenseCase, make_dense_inputs, repage
+from operations.mla_decode import check, decode, reference
 
 BATCHES = (1, 2, 6, 64)
 QUERY_TOKENS = (1, 2, 4)

@@ -14,7 +14,7 @@ import pytest
 from flex_functions import CAPTURED, MASK_MODS, OF_THE_SCORE, SCORE_MODS, draw, points, scores
 from flex_points import Evaluated, evaluate, wanted
 from gpu_support import torch
-from test_device_parts import probe
+from kernel_probe import probe
 
 from rawmla.flex.mods import Mod
 from rawmla.flex.trace import trace

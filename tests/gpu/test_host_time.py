@@ -9,10 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from gpu_support import call_arguments, torch
+from gpu_support import torch
 
 import rawmla
 from kit import DenseCase, make_dense_inputs
+from operations.mla_decode import call_arguments
 
 LIMIT_US = 40.0
 OVERHEAD_US = 2.0

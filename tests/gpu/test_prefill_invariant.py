@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 from full_cases import full_unless
-from gpu_support import assert_same_bits, prefill, prefill_check, sparse_in_batch, torch
+from gpu_support import assert_same_bits, torch
 
 import rawmla
 from kit import SparseCase, SparseInputs, make_sparse_inputs
-from operations.mla_prefill import PREFILL_KINDS
+from operations.mla_prefill import PREFILL_KINDS, prefill, prefill_check
+from operations.mla_sparse import sparse_in_batch
 
 TOKENS = 1100  # enough for selections to be united, and for FP8 caches to be copied to bf16 rows
 

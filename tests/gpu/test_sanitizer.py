@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from gpu_support import as_pair, small_plans, torch, united_selections
+from gpu_support import small_plans, torch, united_selections
 
 import rawmla
 from kit import DenseCase, SparseCase
@@ -35,7 +35,7 @@ from operations.dense_backward import (
 )
 from operations.flex_backward import make_flex_backward_call
 from operations.memory import fill_with_canaries
-from operations.mla_decode import make_dense_call
+from operations.mla_decode import as_pair, make_dense_call
 from operations.mla_prefill import BF16_512, PREFILL_KINDS, make_prefill_call
 from operations.mla_sparse import make_sparse_call
 from rawmla.flex import backward as flex_backward

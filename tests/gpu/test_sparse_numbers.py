@@ -5,14 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from gpu_support import (
-    assert_same_bits,
-    prefill_reference,
-    sparse_check,
-    sparse_decode,
-    sparse_reference,
-    torch,
-)
+from gpu_support import assert_same_bits, torch
 from sparse_kinds import DECODE, PREFILL, Kind, for_kinds, named, slots_of
 
 from kit import (
@@ -24,6 +17,8 @@ from kit import (
     prefill_out_tolerance,
 )
 from kit.sparse import block_fields
+from operations.mla_prefill import prefill_reference
+from operations.mla_sparse import sparse_check, sparse_decode, sparse_reference
 
 SINKS = (-math.inf, -1e30, -80.0, 0.0, 3.0, 30.0, 1e30, math.inf)
 FP8_LAYOUTS = pytest.mark.parametrize("layout", ("v32", "model1"))
