@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
 from typing import Any
 
 import ml_dtypes
@@ -92,10 +91,10 @@ def test_far_block(kind: str) -> None:
 
 
 @kinds
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", (1, 53, 64))
 def test_gather(page: int, kind: str) -> None:
     """Pages in any order; nothing is read past the lengths, nothing is written around the rows."""
-    for b, with_starts in product((1, 6, 50), (False, True)):
+    for b, with_starts in ((1, True), (6, False), (50, True)):
         draw = np.random.default_rng(page + b)
         width = -(-200 // page)
         num_blocks = b * width
@@ -198,29 +197,21 @@ def check_quantized(k_cache: np.ndarray, layout: str) -> Any:
     return cache
 
 
-def check_dequantized(cache: Any, layout: str) -> None:
-    """Dequantise: the bits are those that the reference gathers."""
-    num_blocks, page = cache.shape[:2]
-    want = np.zeros((num_blocks * page, COLUMNS[layout]), np.float32)
-    table, host = np.arange(num_blocks)[None], to_host(cache).view(np.uint8)
-    reference.gather_kv_cache(host, table, [num_blocks * page], want, workspace_starts=[0])
-    back = rawmla.dequantize_k_cache(cache, layout)
-    assert back.is_contiguous() and back.shape == (num_blocks, page, 1, COLUMNS[layout])
-    np.testing.assert_array_equal(to_host(back).view(np.uint16).ravel(), reference.bf16_bits(want).ravel())
-
-
 @layouts
 @pytest.mark.parametrize("page", PAGES)
 def test_quantize(page: int, layout: str) -> None:
-    """Into a new cache, and into a given one with space between its blocks."""
-    for num_blocks in (1, 7, 40):
+    """Into a new cache, and into a given one with space between its blocks; and back."""
+    for num_blocks in (1, 7):
         k_cache = values((num_blocks, page, 1, COLUMNS[layout]), seed=page)
         cache = rawmla.quantize_k_cache(to_device(k_cache), layout)
         want = reference.quantize_k_cache(k_cache, layout)
         np.testing.assert_array_equal(to_host(cache), want)
         assert cache.dtype == torch.uint8
         assert num_blocks == 1 or layout == "v32" or cache.stride(0) % 576 == 0
-        check_dequantized(cache, layout)
+        back = rawmla.dequantize_k_cache(cache, layout)
+        assert back.is_contiguous() and back.shape == k_cache.shape
+        gathered = reference.bf16_bits(reference.dequantize_k_cache(want, layout))
+        np.testing.assert_array_equal(to_host(back).view(np.uint16), gathered)
         given = PaddedCache(layout, num_blocks, page)
         assert rawmla.quantize_k_cache(to_device(k_cache), layout, out=given.view) is given.view
         given.check(want)

@@ -90,20 +90,13 @@ def test_topk_and_its_lengths(topk: int, kind: Kind) -> None:
 @for_kinds([kind for kind in KINDS if kind.fp8 or not kind.prefill])
 @pytest.mark.parametrize("page", PAGES)
 def test_page_sizes(page: int, kind: Kind) -> None:
-    """Blocks without and with space between them, a cache of another dtype, and one whose address is a
-    multiple of 8 alone.
-    """
+    """Blocks without and with space between them, and a cache whose address is a multiple of 8 alone."""
     changes: dict[str, Any] = {"b": 3, "topk": 130, "page_block_size": page, "lengths": "random"}
     if not kind.prefill:
         changes |= {"extra_topk": 70, "extra_page_block_size": PAGES[-1] // page + 1}
-    for gap in (0, 1, 3):
+    for gap in (0, 1):
         inputs = kind.make(**{**changes, "block_gap": gap})
         want = kind.checked(inputs)
-        for dtype in (torch.int8, torch.float8_e4m3fn) if kind.fp8 else ():
-            seen = replace(inputs, k_cache=inputs.k_cache.view(dtype))
-            if not kind.prefill:
-                seen = replace(seen, extra_k_cache=inputs.extra_k_cache.view(dtype))
-            kind.assert_bits(str(dtype), kind.run(seen), want)
         if kind.fp8 and gap == 0:
             storage = torch.full((inputs.k_cache.numel() + 8,), 0xFF, dtype=torch.uint8, device="cuda")
             storage[8:] = inputs.k_cache.reshape(-1)
@@ -210,16 +203,13 @@ def test_poison_is_never_read(poison: str, kind: Kind) -> None:
     changes: dict[str, Any] = {"b": 40, "s_k": 333, "topk": 150, "lengths": "random"}
     changes |= {"block_gap": 2, "index_gap": 3, "empty_rows": 0.2}
     if not kind.prefill:
-        changes |= {"s_q": 2, "extra_lengths": "random", **EXTRA}
-    for page in {2, 53, 64} if not kind.prefill else {kind.cache["page_block_size"]}:
-        changes["page_block_size"] = page
-        poisoned = kind.make(poison=poison, **changes)
-        got, want = kind.checked(poisoned), kind.run(kind.make(poison="none", **changes))
-        kind.assert_bits("with and without poison", got, want)
+        changes |= {"s_q": 2, "extra_lengths": "random", "page_block_size": 53, **EXTRA}
+    got = kind.checked(kind.make(poison=poison, **changes))
+    kind.assert_bits("with and without poison", got, kind.run(kind.make(poison="none", **changes)))
 
 
 @for_kinds()
-@pytest.mark.parametrize("b", (5, 200, 600))
+@pytest.mark.parametrize("b", (5, 600))
 def test_nan_in_a_selected_slot_stays_with_those_who_selected_it(b: int, kind: Kind) -> None:
     inputs = kind.make(b=b, s_k=1400, topk=90)
     want = kind.run(inputs)
@@ -327,11 +317,6 @@ def test_united_selections_in_chunks() -> None:
 
 
 # ---- arrays
-
-
-def test_one_row_of_indices_for_all_tokens() -> None:
-    inputs = ROWS.make(b=9, topk=133)
-    ROWS.checked(replace(inputs, indices=inputs.indices[:1].expand(9, -1, -1)))
 
 
 @pytest.mark.parametrize("stride", (0, 8, 64, 568))
