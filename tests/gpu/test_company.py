@@ -69,27 +69,6 @@ def test_requests_of_dense_attention(options: dict[str, Any]) -> None:
             assert_same_bits(f"{name} of requests {requests}", one, tokens_of(rows, q_starts, requests))
 
 
-@pytest.mark.parametrize("options", DENSE_CASES, ids=str)
-def test_requests_of_a_dense_batch(options: dict[str, Any]) -> None:
-    """Each request of a batch of equal ones alone, and the heads of one KV head alone."""
-    inputs = make_mha_inputs(MhaCase(b=5, s_q=200, s_k=333, **options))
-    case = inputs.case
-    out, lse = dense.attend(inputs)
-    for r in (0, 3, 4):
-        alone = replace(inputs, **{name: getattr(inputs, name)[r : r + 1] for name in "qkv"})
-        got = dense.attend(alone)
-        assert_same_bits(f"out of request {r}", got[0][0], out[r])
-        assert_same_bits(f"lse of request {r}", got[1][0], lse[r])
-    last = slice(case.h_q - case.h_q // case.h_kv, None)
-    sink = None if inputs.attn_sink is None else inputs.attn_sink[last]
-    alone = replace(
-        inputs, q=inputs.q[:, :, last], k=inputs.k[:, :, -1:], v=inputs.v[:, :, -1:], attn_sink=sink
-    )
-    got = dense.attend(alone)
-    assert_same_bits("out of the last heads", got[0], out[:, :, last])
-    assert_same_bits("lse of the last heads", got[1], lse[:, last])
-
-
 # ---- prefix prefill
 
 MANY: dict[str, Any] = {

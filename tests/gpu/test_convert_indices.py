@@ -42,11 +42,3 @@ def test_as_the_reference(topk: int, compact: bool) -> None:
             check_slots(rawmla.convert_indices(given, pages, page, **options), want, compact)
             check_slots(rawmla.convert_indices(given, pages, page, out=given, **options), want, compact)
             assert bool((buffer[..., topk:] == 12345).all())
-
-
-def test_many_rows() -> None:
-    draw = np.random.default_rng(0)
-    positions = draw.integers(-5, 4000, (5000, 64), dtype=np.int32)
-    table = draw.integers(0, 1000, (5000, 70), dtype=np.int32)
-    got = rawmla.convert_indices(to_device(positions), to_device(table), 64, compact=True)
-    check_slots(got, reference.convert_indices(positions, table, 64, compact=True), compact=True)

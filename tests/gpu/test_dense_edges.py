@@ -10,7 +10,6 @@ from gpu_support import assert_same_bits, torch
 
 import rawmla
 from kit import DenseCase, make_dense_inputs
-from kit.generators import GARBAGE_PAGE
 from operations.mla_decode import call_arguments, check, decode, plan, reference
 
 FORMS = ("object", "tensors")
@@ -116,15 +115,6 @@ def test_nan_stays_in_its_request_and_with_those_who_see_it(h_q: int) -> None:
     assert_same_bits("their lse", lse[0, :, :2], want_lse[0, :, :2])
     assert bool(out[0, 2].isnan().all()) and bool(out[0, :2, :, 5].isnan().all())
     assert_same_bits("the other request", out[1], want[1])
-
-
-def test_wide_arrays() -> None:
-    """A block table as wide as an engine's longest request, and one query for all requests: a stride of 0."""
-    inputs = make_dense_inputs(DenseCase(b=4, s_q=2, h_q=16, s_k=300, varlen=True, causal=True))
-    wide = torch.full((4, 2048), GARBAGE_PAGE, dtype=torch.int32, device="cuda")
-    wide[:, : inputs.block_table.shape[1]] = inputs.block_table
-    changed = replace(inputs, block_table=wide, q=inputs.q[:1].expand(4, -1, -1, -1))
-    check(changed, decode(changed))
 
 
 # ---- numbers

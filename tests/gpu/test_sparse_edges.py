@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from full_cases import full_unless
-from gpu_support import assert_same_bits, poison, torch, united_selections
+from gpu_support import poison, torch
 from sparse_kinds import (
     BF16_512,
     DECODE,
@@ -102,14 +102,6 @@ def test_page_sizes(page: int, kind: Kind) -> None:
             storage[8:] = inputs.k_cache.reshape(-1)
             moved = replace(inputs, k_cache=storage[8:].view(inputs.k_cache.shape))
             kind.assert_bits("moved", kind.run(moved), want)
-
-
-@for_kinds(DECODE)
-def test_query_tokens(kind: Kind) -> None:
-    for s_q in (1, 2, 3, 8, 128):
-        inputs = kind.make(b=3, s_q=s_q, topk=100, empty_rows=0.2)
-        for form in kind.forms:
-            kind.checked(inputs, form=form)
 
 
 @pytest.mark.parametrize("h_q", (8, 64))
@@ -248,15 +240,6 @@ def test_all_indices_invalid(kind: Kind) -> None:
 
 
 @for_kinds()
-def test_rows_without_valid_indices_among_others(kind: Kind) -> None:
-    for b in (5, 200):
-        inputs = kind.make(b=b, s_k=700, topk=330, empty_rows=0.5, sink=True)
-        empty = ~valid(inputs).any(dim=2).flatten()
-        assert bool(empty.any()) and not bool(empty.all())
-        kind.assert_empty(kind.checked(inputs), empty)
-
-
-@for_kinds()
 def test_valid_indices_at_one_place_only(kind: Kind) -> None:
     """Everything else is invalid, in the same block of 64 or in others; whole splits have no valid index."""
     inputs = kind.make(b=3, topk=300, invalid=0.0)
@@ -269,18 +252,13 @@ def test_valid_indices_at_one_place_only(kind: Kind) -> None:
 
 @for_kinds()
 def test_duplicates(kind: Kind) -> None:
-    """Every slot twice adds log 2 to lse and leaves the rest as it is; one slot for a whole row."""
+    """Every slot twice adds log 2 to lse and leaves the rest as it is."""
     inputs = kind.make(b=3, topk=128, invalid=0.0)
     once = replace(inputs, indices=inputs.indices[..., :64].contiguous())
     twice = replace(inputs, indices=torch.cat([once.indices, once.indices.flip(-1)], dim=-1))
     (out, *scores), got = kind.run(once), kind.checked(twice)
     check_close("out", got[0], out, out_tolerance("bfloat16"))
     assert float((got[-1] - scores[-1] - kind.log_2).abs().max()) < 1e-5
-    same = replace(inputs, indices=inputs.indices[..., :1].expand(-1, -1, 128).contiguous())
-    of_one = kind.checked(same)
-    if kind.prefill:
-        assert_same_bits("max_logits", got[1], scores[0])
-        assert float((of_one[2] - of_one[1] - 7.0).abs().max()) < 1e-5
 
 
 @for_kinds(DECODE)
@@ -307,13 +285,6 @@ def test_united_selections(kind: Kind, h_q: int) -> None:
     inputs.indices[token % 3 == 0] = inputs.indices[token % 3 == 0][..., :1]
     inputs.indices[token % 3 == 1, :, 70:] = inputs.indices[token % 3 == 1, :, :80]
     kind.assert_bits("duplicates, again", kind.checked(inputs), kind.run(inputs))
-
-
-def test_united_selections_in_chunks() -> None:
-    """Groups that scratch has no room for at once are attended one chunk after the other."""
-    inputs = ROWS.make(b=1023, h_q=16, s_k=1000, topk=190, lengths="random", sink=True)
-    with united_selections(scratch_bytes=1 << 20):
-        ROWS.checked(inputs)
 
 
 # ---- arrays

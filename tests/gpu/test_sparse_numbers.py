@@ -1,12 +1,11 @@
 """Sparse decoding and prefill in numbers: sinks, scales, magnitudes, sharp rows, merged parts, logarithms."""
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from gpu_support import assert_same_bits, torch
-from sparse_kinds import DECODE, PREFILL, Kind, for_kinds, named, slots_of
+from sparse_kinds import DECODE, PREFILL, Kind, for_kinds, named
 
 from kit import (
     SparseCase,
@@ -14,10 +13,8 @@ from kit import (
     check_close,
     make_sparse_inputs,
     prefill_lse_tolerance,
-    prefill_out_tolerance,
 )
 from kit.sparse import block_fields
-from operations.mla_prefill import prefill_reference
 from operations.mla_sparse import sparse_check, sparse_decode, sparse_reference
 
 SINKS = (-math.inf, -1e30, -80.0, 0.0, 3.0, 30.0, 1e30, math.inf)
@@ -154,30 +151,3 @@ def test_natural_logarithms(kind: Kind) -> None:
         assert_same_bits("out", natural[0], base_2[0])
         for name, got, want in list(zip(kind.results, natural, kind.reference(inputs), strict=True))[1:]:
             check_close(name, got, want * math.log(2.0), prefill_lse_tolerance())
-
-
-@for_kinds(PREFILL)
-@pytest.mark.parametrize("descending", (False, True), ids=("rising", "falling"))
-def test_scores_in_order(descending: bool, kind: Kind) -> None:
-    """The largest score is in the last block, or in the first."""
-    for b in (2, 200):
-        inputs = kind.make(b=b, s_k=700, topk=640, invalid=0.0, duplicates=0.0)
-        inputs.q = inputs.q[:1, :, :1].expand_as(inputs.q).contiguous()
-        slots = inputs.indices.unique()
-        one = replace(
-            inputs,
-            case=replace(inputs.case, b=len(slots), topk=1),
-            q=inputs.q[:1].expand(len(slots), -1, -1, -1),
-            indices=slots[:, None, None],
-        )
-        score = torch.zeros(slots_of(inputs), dtype=torch.float64, device="cuda")
-        score[slots.long()] = prefill_reference(one)[1][:, 0]
-        order = score[inputs.indices.long()].argsort(dim=2, descending=descending)
-        inputs.indices = inputs.indices.gather(2, order)
-        for scale in (None, 1.0, 4.0):
-            want = kind.reference(inputs, scale)
-            out, max_logits, lse = kind.run(inputs, scale)
-            size = 1.0 if scale is None else scale / inputs.case.width**-0.5
-            check_close("out", out, want[0], prefill_out_tolerance())
-            check_close("max_logits", max_logits, want[1], prefill_lse_tolerance(size))
-            check_close("lse", lse, want[2], prefill_lse_tolerance(size))
