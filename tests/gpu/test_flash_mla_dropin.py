@@ -16,36 +16,22 @@ import rawmla
 from kit import DenseCase, SparseCase
 from operations import Call
 from operations.mla_decode import make_dense_call
-from operations.mla_prefill import make_prefill_call
+from operations.mla_prefill import PREFILL_KINDS, make_prefill_call
 from operations.mla_sparse import make_sparse_call
 from rawmla import compat
 from rawmla.compat import ops, sgl_kernel
 
-EXTRA: dict[str, Any] = {"extra_s_k": 3000, "extra_topk": 512, "extra_page_block_size": 2}
+V4_CACHES: dict[str, Any] = {
+    "layout": "model1",
+    "extra_s_k": 3000,
+    "extra_topk": 512,
+    "extra_page_block_size": 2,
+}
+RANDOM: dict[str, Any] = {"lengths": "random", "sink": True}
 DENSE = DenseCase(b=5, s_q=2, h_q=16, s_k=1500, varlen=True, causal=True, zero_lengths=True)
-V32 = SparseCase(b=5, s_q=2, h_q=64, s_k=2500, topk=2048, lengths="random", sink=True)
-V4 = SparseCase(
-    b=5,
-    h_q=16,
-    s_k=900,
-    topk=128,
-    layout="model1",
-    lengths="random",
-    extra_lengths="random",
-    sink=True,
-    **EXTRA,
-)
-PREFILL = SparseCase(
-    b=70,
-    h_q=64,
-    s_k=900,
-    topk=300,
-    layout="bf16",
-    page_block_size=1,
-    lengths="random",
-    sink=True,
-    shared=True,
-)
+V32 = SparseCase(b=5, s_q=2, h_q=64, s_k=2500, topk=2048, **RANDOM)
+V4 = SparseCase(b=5, h_q=16, s_k=900, topk=128, layout="model1", extra_lengths="random", **EXTRA, **RANDOM)
+PREFILL = SparseCase(b=70, h_q=64, s_k=900, topk=300, **PREFILL_KINDS["bf16"], **RANDOM)
 decoding = pytest.mark.parametrize(
     "case", (DENSE, V32, V4), ids=lambda case: getattr(case, "layout", "dense")
 )
@@ -114,18 +100,13 @@ def test_capture(flash_mla: Any, case: Any) -> None:
         call.check(results[3])
 
 
-def positional_prefill(call: Call) -> tuple[Any, ...]:
-    """The first seven arguments of prefill."""
-    names = ("q", "kv", "indices", "sm_scale", "attn_sink", "topk_length")
-    q, kv, indices, scale, sink, lengths = (call.arguments[name] for name in names)
-    return q, kv, indices, scale, 512, sink, lengths
-
-
 def test_prefill(flash_mla: Any) -> None:
     call = make_prefill_call(PREFILL)
     natural, base_2 = call.run(log_base="e"), call.run(log_base="2")
     call.check(base_2)
-    seven = positional_prefill(call)
+    names = ("q", "kv", "indices", "sm_scale", "attn_sink", "topk_length")
+    *four, sink, lengths = (call.arguments[name] for name in names)
+    seven = (*four, 512, sink, lengths)
     prefill = flash_mla.flash_mla_sparse_fwd
     same("natural", prefill(*seven), natural)
     same("base 2", prefill(*seven, True, True), base_2)

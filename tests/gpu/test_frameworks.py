@@ -41,35 +41,6 @@ def test_cupy(operation: Operation, case: Any) -> None:
         assert isinstance(metadata, cupy.ndarray) and isinstance(num_splits, cupy.ndarray)
 
 
-@for_first(only=lambda operation: operation.any_framework and operation.copied)
-def test_cupy_copies(operation: Operation, case: Any) -> None:
-    """Strides that are negative, and a last dimension that is not contiguous."""
-    call = operation.make(case)
-    want = call.run()
-    in_cupy = call.mapped(to_cupy)
-    for name in operation.copied:
-        x = in_cupy.arguments[name]
-        backwards = cupy.ascontiguousarray(x[::-1])[::-1]
-        turned = cupy.ascontiguousarray(x.swapaxes(-1, -2)).swapaxes(-1, -2)
-        for given in (backwards, turned):
-            got = in_cupy.run(**{name: given})
-            cupy.cuda.get_current_stream().synchronize()
-            assert_results(f"{name} copied", call, tuple(torch.from_dlpack(x) for x in got), want)
-
-
-@for_first(only=takes_any)
-def test_two_frameworks(operation: Operation, case: Any) -> None:
-    """Integers, and what functions and block masks read, are of CuPy beside tensors: results are tensors."""
-    call = operation.make(case)
-    want = call.run()
-    mixed = call.mapped(lambda x: x if x.is_floating_point() else to_cupy(x), to_cupy)
-    first = next(iter(call.arrays()), None)
-    got = mixed.run(**({} if first is None else {first: call.arguments[first]}), **call.target())
-    if first is not None:
-        assert all(isinstance(x, torch.Tensor) for x in got)
-    assert_results("two frameworks", call, tuple(torch.from_dlpack(x) for x in got), want)
-
-
 class Producer:
     """An array of a library that nobody has heard of: DLPack and nothing else."""
 
@@ -83,7 +54,7 @@ class Producer:
         return self.tensor.__dlpack_device__()
 
 
-@for_each("cases", only=takes_any)
+@for_first(only=takes_any)
 def test_dlpack_producer(operation: Operation, case: Any) -> None:
     """Taken over by CuPy, which then also holds the results; what is written in place is written there."""
     call = operation.make(case)
@@ -210,21 +181,6 @@ def contiguous(x: Any) -> Any:
     """A CuPy array without gaps, on its own device."""
     with cupy.cuda.Device(x.device.id):
         return cupy.ascontiguousarray(x)
-
-
-@for_first()
-def test_arrays_on_two_devices(operation: Operation, case: Any) -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
-    call = operation.make(case)
-    call.run()
-    # Where the first one is, the others have to be.
-    for name in operation.arrays if call.written is not None else operation.arrays[1:]:
-        value = call.arguments[name]
-        moved = [*value[:-1], value[-1].to("cuda:1")] if isinstance(value, list) else value.to("cuda:1")
-        # The text names this array, or another where this one says which device it has to be.
-        with pytest.raises(ValueError, match=r"^\w+(\[\d\])?: expected an array on device cuda:"):
-            call.run(**{name: moved})
 
 
 # ---- threads

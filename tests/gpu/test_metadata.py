@@ -14,7 +14,7 @@ from test_plans import CASES, IDS
 
 import rawmla
 from kit import DenseCase
-from kit.plans import LAYOUTS, read_splits
+from kit.plans import LAYOUTS
 from operations import Operation
 from operations.caches import to_device
 from rawmla import reference
@@ -112,18 +112,3 @@ def test_object_that_a_call_fills(operation: Operation, case: Any, invariant: bo
         )
     got = metadata.tile_scheduler_metadata, metadata.num_splits
     assert_plan("object", got, want.object_rows, want.num_splits)
-
-
-def test_in_place_for_smaller_batches() -> None:
-    cache_seqlens = to_device(lengths_of("normal", 200))
-    rows, num_splits = rawmla.get_mla_metadata(cache_seqlens, 128, 1)
-    for b in (200, 3, 1, 199):
-        rawmla.get_mla_metadata(cache_seqlens[:b], 128, 1, out=(rows, num_splits))
-        lengths = cache_seqlens[:b].tolist()
-        want = reference.plan(lengths, len(rows))
-        assert_plan(f"{b} requests", (rows, num_splits[: b + 1]), want.tensor_rows, want.num_splits)
-        assert (num_splits[b:] == num_splits[b]).all()  # requests past the batch have no splits
-        # Read by a call for the captured batch of 200, the rows name no request past the new batch.
-        whole = lengths + [64] * (200 - b)
-        named = {split.request for split in read_splits(rows.cpu().numpy(), whole, "tensors")}
-        assert named == set(range(b))

@@ -71,16 +71,6 @@ def test_tokens_keep_their_bits(h_q: int, kind: dict[str, Any]) -> None:
         assert_bits(f"length {length}", [x[kept] for x in run(changed)], want, kept)
 
 
-@kinds
-def test_without_lengths(kind: dict[str, Any]) -> None:
-    """The plan of such a call may be known beforehand; long selections, of which few tokens are split."""
-    inputs = make(kind, b=300, h_q=64, s_k=4000, topk=3000, lengths=None)
-    want = run(inputs)
-    prefill_check(inputs, want)
-    for tokens in ([0], [299, 0, 7], list(range(132)), list(reversed(range(300)))):
-        assert_bits(f"{len(tokens)} tokens", run(sparse_in_batch(inputs, tokens)), want, tokens)
-
-
 @pytest.mark.unpoisoned
 @kinds
 @pytest.mark.parametrize("h_q", (16, 128))

@@ -14,7 +14,6 @@ from sparse_kinds import (
     BF16_512,
     DECODE,
     KINDS,
-    MODEL1,
     PREFILL,
     Kind,
     for_kinds,
@@ -261,14 +260,6 @@ def test_duplicates(kind: Kind) -> None:
     assert float((got[-1] - scores[-1] - kind.log_2).abs().max()) < 1e-5
 
 
-@for_kinds(DECODE)
-def test_one_of_two_caches_is_empty(kind: Kind) -> None:
-    lengths, others = (0, 130, 0, 1, 0), (133, 0, 1, 0, 0)
-    inputs = kind.make(b=5, topk=130, lengths=lengths, extra_lengths=others, **EXTRA)
-    for form in kind.forms:
-        kind.assert_empty(kind.checked(inputs, form=form), [4])
-
-
 # ---- tokens that share the rows of a tile
 
 
@@ -290,33 +281,12 @@ def test_united_selections(kind: Kind, h_q: int) -> None:
 # ---- arrays
 
 
-@pytest.mark.parametrize("stride", (0, 8, 64, 568))
-def test_rows_of_kv_that_overlap(stride: int) -> None:
-    """Windows of one long row."""
-    inputs = ROWS.make(b=5, h_q=64, s_k=300, topk=200)
-    rows = slots_of(inputs)
-    flat = torch.randn(stride * rows + 576, device="cuda").mul(0.1).bfloat16()
-    windows = replace(inputs, k_cache=flat.as_strided((rows, 1, 1, 576), (stride, stride, 576, 1)))
-    apart = replace(inputs, k_cache=windows.k_cache.contiguous())
-    ROWS.assert_bits("overlapping", ROWS.run(windows), ROWS.checked(apart))
-
-
 @for_kinds([kind for kind in DECODE if kind.cache is not BF16_512])
 def test_cache_past_2_31_bytes(kind: Kind) -> None:
     """Caches of more than 4 GiB, of which tokens everywhere are selected."""
     inputs = kind.make(b=8, s_q=2, s_k=930_000, topk=2048)
     assert inputs.k_cache.numel() * inputs.k_cache.element_size() > 2**32
     assert int(named(inputs).max()) * inputs.case.format.token_bytes > 2**32 - 2**28
-    kind.checked(inputs)
-
-
-def test_block_stride_times_block_past_2_31() -> None:
-    """A block stride of 1,039,680 bytes; blocks from 2,066 on begin past 2**31 bytes."""
-    kind = Kind("decode_model1", 64, MODEL1)
-    gap = 1 + 1_039_680 // 576 - -(-256 * 584 // 576)
-    inputs = kind.make(b=8, s_k=66_560, topk=1000, page_block_size=256, block_gap=gap)
-    assert inputs.k_cache.stride(0) == 1_039_680
-    assert bool((named(inputs) // 256 >= 2066).any())
     kind.checked(inputs)
 
 
