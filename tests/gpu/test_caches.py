@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import ml_dtypes
@@ -163,9 +164,11 @@ OUTSIDE: tuple[tuple[tuple[int, int], int, int, int], ...] = (  # pages, length,
 
 @kinds
 def test_gather_writes_nothing_outside(kind: str) -> None:
-    """Zeros where there is a row but no token; 100 requests without tokens come before and after."""
+    """Zeros where there is a row but no token: alone, and with 100 requests without tokens before and after,
+    where all requests are looked at.
+    """
     host = filled(kind, values((4, 8, 1, COLUMNS[kind])))
-    for pages, length, place, start in OUTSIDE:
+    for (pages, length, place, start), others in product(OUTSIDE, (0, 100)):
         want = np.full((60, COLUMNS[kind]), -7, np.float32)
         room = torch.full(want.shape, -7.0, dtype=torch.bfloat16, device="cuda")
         first, last = max(start, start - place), min(length, start - place + 40)
@@ -174,7 +177,7 @@ def test_gather_writes_nothing_outside(kind: str) -> None:
             host, [pages], [last], want[10:-10], workspace_starts=places, seq_starts=[first]
         )
         table, lengths, places_of, starts = (
-            torch.tensor([*[none] * 100, own, *[none] * 100], dtype=torch.int32, device="cuda")
+            torch.tensor([*[none] * others, own, *[none] * others], dtype=torch.int32, device="cuda")
             for own, none in ((pages, (0, 0)), (length, 0), (place, 0), (start, 0))
         )
         rawmla.gather_kv_cache(

@@ -21,12 +21,7 @@ from operations.mla_sparse import make_sparse_call
 from rawmla import compat
 from rawmla.compat import ops, sgl_kernel
 
-V4_CACHES: dict[str, Any] = {
-    "layout": "model1",
-    "extra_s_k": 3000,
-    "extra_topk": 512,
-    "extra_page_block_size": 2,
-}
+EXTRA: dict[str, Any] = {"extra_s_k": 3000, "extra_topk": 512, "extra_page_block_size": 2}
 RANDOM: dict[str, Any] = {"lengths": "random", "sink": True}
 DENSE = DenseCase(b=5, s_q=2, h_q=16, s_k=1500, varlen=True, causal=True, zero_lengths=True)
 V32 = SparseCase(b=5, s_q=2, h_q=64, s_k=2500, topk=2048, **RANDOM)
