@@ -12,29 +12,6 @@ import pytest
 
 from kit.gpu import missing_hopper_reason
 from operations.core import Call, assert_same_bits, bits
-from operations.mla_decode import (
-    as_pair,
-    call_arguments,
-    check,
-    decode,
-    in_batch,
-    plan,
-    plan_arguments,
-    reference,
-)
-from operations.mla_prefill import prefill, prefill_check, prefill_kv, prefill_reference
-from operations.mla_sparse import (
-    rounds_keys,
-    sparse_arguments,
-    sparse_check,
-    sparse_decode,
-    sparse_in_batch,
-    sparse_lse_tolerance,
-    sparse_plan,
-    sparse_plan_arguments,
-    sparse_reference,
-    without_extra,
-)
 from rawmla.call import frameworks, memo
 from rawmla.jit import launch, loading
 from rawmla.kernels import mha_forward, mla_metadata, mla_sparse, mla_sparse_prefill
@@ -44,48 +21,7 @@ cupy: Any = None  # where there is no GPU, importing it would only take time
 if missing_hopper_reason() is None:
     import cupy
 
-__all__ = [
-    "POISON_BYTE",
-    "as_pair",
-    "assert_poison",
-    "assert_same_bits",
-    "bits",
-    "call_arguments",
-    "check",
-    "cupy",
-    "decode",
-    "forced_clusters",
-    "forget_prepared_calls",
-    "in_batch",
-    "loaded_labels",
-    "no_kernel_loaded",
-    "plan",
-    "plan_arguments",
-    "poison",
-    "poison_or_fresh",
-    "poisonable_allocations",
-    "prefill",
-    "prefill_check",
-    "prefill_kv",
-    "prefill_reference",
-    "reference",
-    "replaced_launches",
-    "rounds_keys",
-    "small_plans",
-    "sparse_arguments",
-    "sparse_check",
-    "sparse_decode",
-    "sparse_in_batch",
-    "sparse_lse_tolerance",
-    "sparse_plan",
-    "sparse_plan_arguments",
-    "sparse_reference",
-    "to_cupy",
-    "torch",
-    "united_selections",
-    "without_extra",
-    "without_splits",
-]
+__all__ = ["assert_same_bits", "bits", "cupy", "torch"]
 
 
 # ---- poison

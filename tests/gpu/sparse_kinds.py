@@ -8,18 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from gpu_support import (
-    assert_same_bits,
-    prefill,
-    prefill_check,
-    prefill_reference,
-    sparse_check,
-    sparse_decode,
-    sparse_reference,
-    torch,
-)
+from gpu_support import assert_same_bits, torch
 
 from kit import SparseCase, SparseInputs, make_sparse_inputs
+from operations.mla_prefill import prefill, prefill_check, prefill_reference
+from operations.mla_sparse import sparse_check, sparse_decode, sparse_reference
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ with the running maximum that they are relative to; SLACK allows for that.
 from typing import Any
 
 import pytest
-from gpu_support import decode, reference, sparse_decode, sparse_reference
 
 from kit import (
     DenseCase,
@@ -19,6 +18,8 @@ from kit import (
     measure,
     out_tolerance,
 )
+from operations.mla_decode import decode, reference
+from operations.mla_sparse import sparse_decode, sparse_reference
 
 SLACK = 1.03
 EXACT_LSE = 2e-6

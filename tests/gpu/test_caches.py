@@ -58,16 +58,6 @@ def test_write(slot_dtype: type, kind: str) -> None:
             cache.check(want)
 
 
-@layouts
-def test_write_equals_quantize(layout: str) -> None:
-    k_cache = to_device(values((20, 64, 1, COLUMNS[layout])))
-    rows = k_cache.view(-1, COLUMNS[layout])
-    order = torch.randperm(20 * 64, device="cuda")
-    cache = PaddedCache(layout, 20, 64)
-    rawmla.write_kv_cache(rows[order, :-64], rows[order, -64:], cache.view, order)
-    assert torch.equal(cache.view, rawmla.quantize_k_cache(k_cache, layout))
-
-
 @kinds
 def test_far_block(kind: str) -> None:
     """Block 2066 at a stride of 1,039,680 bytes begins past 2**31. Written, and gathered at once."""
@@ -102,10 +92,10 @@ def test_far_block(kind: str) -> None:
 
 
 @kinds
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", (1, 53, 64))
 def test_gather(page: int, kind: str) -> None:
     """Pages in any order; nothing is read past the lengths, nothing is written around the rows."""
-    for b, with_starts in product((1, 6, 50), (False, True)):
+    for b, with_starts in ((1, True), (6, False), (50, True)):
         draw = np.random.default_rng(page + b)
         width = -(-200 // page)
         num_blocks = b * width
@@ -173,13 +163,12 @@ OUTSIDE: tuple[tuple[tuple[int, int], int, int, int], ...] = (  # pages, length,
 
 
 @kinds
-@pytest.mark.parametrize("others", (0, 100))
-def test_gather_writes_nothing_outside(others: int, kind: str) -> None:
-    """Zeros where there is a row but no token, and no write outside; alone, and with as many requests without
-    tokens before and after, where all requests are looked at.
+def test_gather_writes_nothing_outside(kind: str) -> None:
+    """Zeros where there is a row but no token: alone, and with 100 requests without tokens before and after,
+    where all requests are looked at.
     """
     host = filled(kind, values((4, 8, 1, COLUMNS[kind])))
-    for pages, length, place, start in OUTSIDE:
+    for (pages, length, place, start), others in product(OUTSIDE, (0, 100)):
         want = np.full((60, COLUMNS[kind]), -7, np.float32)
         room = torch.full(want.shape, -7.0, dtype=torch.bfloat16, device="cuda")
         first, last = max(start, start - place), min(length, start - place + 40)
@@ -187,10 +176,9 @@ def test_gather_writes_nothing_outside(others: int, kind: str) -> None:
         reference.gather_kv_cache(
             host, [pages], [last], want[10:-10], workspace_starts=places, seq_starts=[first]
         )
-        none, no_pages = [0] * others, [(0, 0)] * others
         table, lengths, places_of, starts = (
-            torch.tensor(before + [own] + before, dtype=torch.int32, device="cuda")
-            for own, before in ((pages, no_pages), (length, none), (place, none), (start, none))
+            torch.tensor([*[none] * others, own, *[none] * others], dtype=torch.int32, device="cuda")
+            for own, none in ((pages, (0, 0)), (length, 0), (place, 0), (start, 0))
         )
         rawmla.gather_kv_cache(
             to_device(host), table, lengths, room[10:-10], workspace_starts=places_of, seq_starts=starts
@@ -208,29 +196,21 @@ def check_quantized(k_cache: np.ndarray, layout: str) -> Any:
     return cache
 
 
-def check_dequantized(cache: Any, layout: str) -> None:
-    """Dequantise: the bits are those that the reference gathers."""
-    num_blocks, page = cache.shape[:2]
-    want = np.zeros((num_blocks * page, COLUMNS[layout]), np.float32)
-    table, host = np.arange(num_blocks)[None], to_host(cache).view(np.uint8)
-    reference.gather_kv_cache(host, table, [num_blocks * page], want, workspace_starts=[0])
-    back = rawmla.dequantize_k_cache(cache, layout)
-    assert back.is_contiguous() and back.shape == (num_blocks, page, 1, COLUMNS[layout])
-    np.testing.assert_array_equal(to_host(back).view(np.uint16).ravel(), reference.bf16_bits(want).ravel())
-
-
 @layouts
 @pytest.mark.parametrize("page", PAGES)
 def test_quantize(page: int, layout: str) -> None:
-    """Into a new cache, and into a given one with space between its blocks."""
-    for num_blocks in (1, 7, 40):
+    """Into a new cache, and into a given one with space between its blocks; and back."""
+    for num_blocks in (1, 7):
         k_cache = values((num_blocks, page, 1, COLUMNS[layout]), seed=page)
         cache = rawmla.quantize_k_cache(to_device(k_cache), layout)
         want = reference.quantize_k_cache(k_cache, layout)
         np.testing.assert_array_equal(to_host(cache), want)
         assert cache.dtype == torch.uint8
         assert num_blocks == 1 or layout == "v32" or cache.stride(0) % 576 == 0
-        check_dequantized(cache, layout)
+        back = rawmla.dequantize_k_cache(cache, layout)
+        assert back.is_contiguous() and back.shape == k_cache.shape
+        gathered = reference.bf16_bits(reference.dequantize_k_cache(want, layout))
+        np.testing.assert_array_equal(to_host(back).view(np.uint16), gathered)
         given = PaddedCache(layout, num_blocks, page)
         assert rawmla.quantize_k_cache(to_device(k_cache), layout, out=given.view) is given.view
         given.check(want)
@@ -255,18 +235,3 @@ def test_nan_and_infinity(layout: str) -> None:
     k_cache[1, 1, 0, :128], k_cache[1, 3, 0, -3:] = np.nan, np.nan
     got = reference.dequantize_k_cache(check_quantized(k_cache, layout), layout)
     assert np.isnan(got[1, 1, 0, :128]).all() and np.isnan(got[1, 3, 0, -3:]).all()
-
-
-@pytest.mark.parametrize(
-    ("layout", "page", "dtype"),
-    (("v32", 64, torch.int8), ("v32", 64, torch.float8_e4m3fn), ("model1", 53, torch.uint8)),
-    ids=str,
-)
-def test_given_caches(layout: str, page: int, dtype: Any) -> None:
-    """Of other byte types; and of an odd page without padding, whose blocks are aligned to 8 bytes."""
-    k_cache = values((5, page, 1, COLUMNS[layout]))
-    want = reference.quantize_k_cache(k_cache, layout)
-    given = torch.zeros(want.shape, dtype=torch.uint8, device="cuda").view(dtype)
-    rawmla.quantize_k_cache(to_device(k_cache), layout, out=given)
-    np.testing.assert_array_equal(to_host(given).view(np.uint8), want)
-    check_dequantized(given, layout)

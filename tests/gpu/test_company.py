@@ -8,26 +8,15 @@ from itertools import accumulate
 from typing import Any
 
 import pytest
-from gpu_support import (
-    assert_same_bits,
-    bits,
-    decode,
-    sparse_check,
-    sparse_decode,
-    torch,
-    without_extra,
-    without_splits,
-)
+from gpu_support import assert_same_bits, bits, torch, without_splits
 
 import rawmla
-from kit import DenseCase, SparseCase, make_dense_inputs, make_sparse_inputs
+from kit import SparseCase, make_sparse_inputs
 from kit.flex import FlexCase, check_flex, make_flex_inputs
-from kit.generators import GARBAGE_PAGE
 from kit.mha import MhaCase, check_mha, make_mha_inputs
-from kit.prefix import PrefixCase, PrefixInputs, check_prefix, make_prefix_inputs, written_rows
+from kit.prefix import PrefixCase, PrefixInputs, check_prefix, make_prefix_inputs
 from operations import dense, flex, prefix
-from operations.mla_decode import DENSE_INVARIANT_CASES
-from operations.mla_sparse import for_clusters, sparse_operation
+from operations.mla_sparse import sparse_decode
 
 DRAW = random.Random(1)
 BATCHES = [[r] for r in range(7)] + [list(range(6, -1, -1)), [4, 4, 4, 0], [2, 3, 2], [6, 1]]
@@ -80,27 +69,6 @@ def test_requests_of_dense_attention(options: dict[str, Any]) -> None:
             assert_same_bits(f"{name} of requests {requests}", one, tokens_of(rows, q_starts, requests))
 
 
-@pytest.mark.parametrize("options", DENSE_CASES, ids=str)
-def test_requests_of_a_dense_batch(options: dict[str, Any]) -> None:
-    """Each request of a batch of equal ones alone, and the heads of one KV head alone."""
-    inputs = make_mha_inputs(MhaCase(b=5, s_q=200, s_k=333, **options))
-    case = inputs.case
-    out, lse = dense.attend(inputs)
-    for r in (0, 3, 4):
-        alone = replace(inputs, **{name: getattr(inputs, name)[r : r + 1] for name in "qkv"})
-        got = dense.attend(alone)
-        assert_same_bits(f"out of request {r}", got[0][0], out[r])
-        assert_same_bits(f"lse of request {r}", got[1][0], lse[r])
-    last = slice(case.h_q - case.h_q // case.h_kv, None)
-    sink = None if inputs.attn_sink is None else inputs.attn_sink[last]
-    alone = replace(
-        inputs, q=inputs.q[:, :, last], k=inputs.k[:, :, -1:], v=inputs.v[:, :, -1:], attn_sink=sink
-    )
-    got = dense.attend(alone)
-    assert_same_bits("out of the last heads", got[0], out[:, :, last])
-    assert_same_bits("lse of the last heads", got[1], lse[:, last])
-
-
 # ---- prefix prefill
 
 MANY: dict[str, Any] = {
@@ -147,26 +115,6 @@ def test_requests_of_prefix_prefill(options: dict[str, Any]) -> None:
             assert_same_bits(f"requests {requests}", bytes_or_numbers(got), want)
 
 
-@pytest.mark.parametrize("options", PREFIX_CASES, ids=str)
-def test_heads_of_prefix_prefill(options: dict[str, Any]) -> None:
-    """Those of one KV head alone, in the same cache, unless keys are split."""
-    inputs = make_prefix_inputs(PrefixCase(**MANY, **{**options, "h_q": 8, "h_kv": 2}))
-    rows = written_rows(inputs)
-    with without_splits():
-        whole = bytes_or_numbers(prefix.attend(inputs))
-        for kv_head in range(2):
-            heads, kv = slice(4 * kv_head, 4 * kv_head + 4), slice(kv_head, kv_head + 1)
-            arrays = {name: getattr(inputs, name) for name in ("k", "v", "k_cache", "v_cache")}
-            alone = replace(
-                inputs,
-                q=inputs.q[:, heads],
-                sinks=None if inputs.sinks is None else inputs.sinks[heads],
-                **{name: None if x is None else x[:, kv] for name, x in arrays.items()},
-            )
-            got = bytes_or_numbers(prefix.attend(alone))
-            assert_same_bits(f"heads of KV head {kv_head}", got[rows], whole[:, heads][rows])
-
-
 # ---- flex attention
 
 
@@ -192,17 +140,6 @@ def test_requests_of_flex_attention(case: FlexCase) -> None:
     alone = replace(inputs, q=inputs.q[:, last], k=inputs.k[:, -1:], v=inputs.v[:, -1:])
     got = flex.attend(alone, enable_gqa=group > 1)
     flex.assert_same_results("the last heads", got[:2], [x[:, last] for x in whole[:2]])
-
-
-def test_rows_of_a_longer_flex_call() -> None:
-    """The first 128 query tokens alone; what they see is the same blocks."""
-    inputs = make_flex_inputs(FlexCase(s_q=512, s_k=512, mask="causal", score="absolute"))
-    whole = flex.attend(inputs)
-    case = replace(inputs.case, s_q=128, mask="")
-    mask = rawmla.create_block_mask(lambda b, h, q, k: q >= k, None, None, 128, 512)
-    some = replace(inputs, case=case, q=inputs.q[:, :, :128], mask=None, block_mask=None)
-    got = flex.attend(some, block_mask=mask)
-    flex.assert_same_results("the first rows", got[:2], [x[:, :, :128] for x in whole[:2]])
 
 
 @pytest.mark.parametrize("score", ("", "alibi table"))
@@ -237,36 +174,10 @@ def test_two_masks_that_list_the_same_blocks(block: tuple[int, int], score: str)
 # ---- MLA
 
 
-@pytest.mark.parametrize("case", DENSE_INVARIANT_CASES[-2:], ids=lambda case: case.id)
-def test_width_of_the_table_and_form_of_the_plan(case: DenseCase) -> None:
-    inputs = make_dense_inputs(case)
-    want = decode(inputs, "object", enable_batch_invariant=True)
-    width = inputs.block_table.shape[1]
-    wide = torch.full((case.b, 3 * width), GARBAGE_PAGE, dtype=torch.int32, device="cuda")
-    wide[:, :width] = inputs.block_table
-    inputs.block_table = wide
-    got = decode(inputs, "tensors", enable_batch_invariant=True)
-    for name, one, wanted in zip(("out", "lse"), got, want, strict=True):
-        assert_same_bits(name, one, wanted)
-
-
-SPARSE = [
-    pytest.param(sparse_operation(layout, clusters=clusters), id=f"{layout}{'-clusters' * clusters}")
-    for layout in ("v32", "model1")
-    for clusters in (False, True)
-]
-
-
-def suited(operation: Any, **options: Any) -> SparseCase:
-    """A case of an operation's layout and kernel."""
-    case = SparseCase(layout=operation.name.split("_")[1], **options)
-    return for_clusters((case,))[0] if operation.clusters else case
-
-
-@pytest.mark.parametrize("operation", SPARSE)
-def test_batch_invariance_of_query_tokens(operation: Any) -> None:
+@pytest.mark.parametrize("layout", ("v32", "model1"))
+def test_batch_invariance_of_query_tokens(layout: str) -> None:
     """A plan has fewer parts for more query tokens; the splits of a request stay the same."""
-    case = suited(operation, b=6, s_q=4, h_q=64, s_k=3000, topk=2048, lengths="random")
+    case = SparseCase(b=6, s_q=4, h_q=64, s_k=3000, topk=2048, lengths="random", layout=layout)
     inputs = make_sparse_inputs(case)
     want_out, want_lse = sparse_decode(inputs, enable_batch_invariant=True)
     for token in range(4):
@@ -275,29 +186,3 @@ def test_batch_invariance_of_query_tokens(operation: Any) -> None:
         out, lse = sparse_decode(alone, enable_batch_invariant=True)
         assert_same_bits(f"out of token {token}", out, want_out[:, one])
         assert_same_bits(f"lse of token {token}", lse, want_lse[:, :, one])
-
-
-@pytest.mark.parametrize("operation", SPARSE)
-def test_what_stands_at_invalid_places(operation: Any) -> None:
-    """Other invalid indices, other garbage past the lengths; the same valid ones at the same places."""
-    inputs = make_sparse_inputs(
-        suited(operation, b=9, s_q=2, h_q=32, topk=300, lengths="random", invalid=0.3)
-    )
-    want = sparse_decode(inputs)
-    slots = inputs.k_cache.shape[0] * inputs.k_cache.shape[1]
-    past = torch.arange(300, device="cuda") >= inputs.topk_length[:, None, None]
-    invalid = past | (inputs.indices < 0) | (inputs.indices >= slots)
-    for value in (-1, 2**31 - 1, slots):
-        got = sparse_decode(replace(inputs, indices=inputs.indices.masked_fill(invalid, value)))
-        assert_same_bits(f"out with {value}", got[0], want[0])
-        assert_same_bits(f"lse with {value}", got[1], want[1])
-
-
-@pytest.mark.parametrize("operation", SPARSE[2:])
-def test_an_extra_cache_without_indices(operation: Any) -> None:
-    extra = {"extra_topk": 100, "extra_lengths": (0,) * 9}
-    inputs = make_sparse_inputs(suited(operation, b=9, s_q=2, h_q=64, topk=300, sink=True, **extra))
-    got, want = sparse_decode(inputs), sparse_decode(without_extra(inputs))
-    sparse_check(inputs, got)
-    assert_same_bits("out", got[0], want[0])
-    assert_same_bits("lse", got[1], want[1])

@@ -20,7 +20,7 @@ def check_slots(got: Any, want: Any, compact: bool) -> None:
 
 
 @pytest.mark.parametrize("compact", (False, True))
-@pytest.mark.parametrize("topk", (1, 63, 64, 133, 256, 257, 2048, 2051, 10_000))
+@pytest.mark.parametrize("topk", (1, 63, 64, 257, 2051, 10_000))
 def test_as_the_reference(topk: int, compact: bool) -> None:
     """With rows of one request each, and with numbers of requests; also in place."""
     width = 9
@@ -42,11 +42,3 @@ def test_as_the_reference(topk: int, compact: bool) -> None:
             check_slots(rawmla.convert_indices(given, pages, page, **options), want, compact)
             check_slots(rawmla.convert_indices(given, pages, page, out=given, **options), want, compact)
             assert bool((buffer[..., topk:] == 12345).all())
-
-
-def test_many_rows() -> None:
-    draw = np.random.default_rng(0)
-    positions = draw.integers(-5, 4000, (5000, 64), dtype=np.int32)
-    table = draw.integers(0, 1000, (5000, 70), dtype=np.int32)
-    got = rawmla.convert_indices(to_device(positions), to_device(table), 64, compact=True)
-    check_slots(got, reference.convert_indices(positions, table, 64, compact=True), compact=True)

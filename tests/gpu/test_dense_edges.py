@@ -5,20 +5,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from gpu_support import (
-    assert_same_bits,
-    call_arguments,
-    check,
-    decode,
-    no_kernel_loaded,
-    plan,
-    reference,
-    torch,
-)
+from full_cases import full_unless
+from gpu_support import assert_same_bits, torch
 
 import rawmla
 from kit import DenseCase, make_dense_inputs
-from kit.generators import GARBAGE_PAGE
+from operations.mla_decode import call_arguments, check, decode, plan, reference
 
 FORMS = ("object", "tensors")
 ZERO_LENGTHS: dict[str, Any] = {"varlen": True, "zero_lengths": True}
@@ -27,22 +19,15 @@ EDGE_CASES = (
     DenseCase(b=4, s_q=4, h_q=16, lengths=(0, 1, 3, 5), causal=True),
     DenseCase(b=5, s_q=5, h_q=128, lengths=(64, 2, 65, 0, 127), causal=True, sharp=True),
     DenseCase(b=2, s_q=128, h_q=16, lengths=(100, 777), causal=True),
-    DenseCase(b=2, s_q=300, h_q=8, lengths=(299, 1111), causal=True, sharp=True),
     DenseCase(b=3, s_q=2, h_q=8, lengths=(63, 64, 65), page_block_size=32),
     DenseCase(b=3, h_q=64, lengths=(127, 128, 129), page_block_size=128),
-    DenseCase(b=3, h_q=128, lengths=(511, 512, 1025), page_block_size=512, dtype="float16"),
     DenseCase(b=2, h_q=256, s_k=1000),
     DenseCase(b=2, s_q=2, h_q=96, h_kv=3, s_k=1000, causal=True, sharp=True),
-    DenseCase(b=7, h_q=8, s_k=600, varlen=True, block_gap=16, table_gap=5),
     DenseCase(b=7, s_q=2, h_q=32, h_kv=2, s_k=600, varlen=True, block_gap=64, table_gap=1, dtype="float16"),
     DenseCase(b=4, h_q=128, s_k=2000, varlen=True, page_block_size=16, block_gap=1, sharp=True),
-    DenseCase(b=1, h_q=128, s_k=131072, sharp=True),
     DenseCase(b=1, h_q=16, s_k=131072, d_qk=512, dtype="float16", sharp=True),
-    DenseCase(b=300, h_q=16, s_k=200, **ZERO_LENGTHS),
     DenseCase(b=70, h_q=33, s_k=2000, **ZERO_LENGTHS, sharp=True),
-    DenseCase(b=20, s_q=4, h_q=33, s_k=3000, varlen=True, causal=True, dtype="float16"),
     DenseCase(b=128, h_q=128, s_k=4096, **ZERO_LENGTHS, causal=True),
-    DenseCase(b=128, s_q=2, h_q=16, s_k=4096, **ZERO_LENGTHS, causal=True, dtype="float16"),
     # A tile has 16 query rows of a KV head: one less and more, of one token or of several.
     *(
         DenseCase(s_q=s_q, h_q=h_q, h_kv=h_kv, **TILE_ROWS)
@@ -100,10 +85,7 @@ def test_poison_is_never_read(dtype: str, page_block_size: int, poison: str) -> 
     )
     for causal in (False, True):
         poisoned = make_dense_inputs(replace(case, causal=causal, poison=poison))
-        got, want = (
-            decode(poisoned),
-            decode(make_dense_inputs(replace(case, causal=causal, poison="none"))),
-        )
+        got, want = decode(poisoned), decode(make_dense_inputs(replace(case, causal=causal, poison="none")))
         check(poisoned, got)
         assert_same_bits(f"{case.id} out with and without poison", got[0], want[0])
         assert_same_bits(f"{case.id} lse with and without poison", got[1], want[1])
@@ -135,27 +117,12 @@ def test_nan_stays_in_its_request_and_with_those_who_see_it(h_q: int) -> None:
     assert_same_bits("the other request", out[1], want[1])
 
 
-def test_wide_arrays() -> None:
-    """A block table as wide as an engine's longest request, and one query for all requests: a stride of 0."""
-    inputs = make_dense_inputs(DenseCase(b=4, s_q=2, h_q=16, s_k=300, varlen=True, causal=True))
-    wide = torch.full((4, 2048), GARBAGE_PAGE, dtype=torch.int32, device="cuda")
-    wide[:, : inputs.block_table.shape[1]] = inputs.block_table
-    changed = replace(inputs, block_table=wide, q=inputs.q[:1].expand(4, -1, -1, -1))
-    check(changed, decode(changed))
-
-
 # ---- numbers
-
-
-def test_softmax_scale() -> None:
-    inputs = make_dense_inputs(DenseCase(b=3, s_q=2, h_q=16, s_k=300, varlen=True, causal=True))
-    for scale in (1.0, 0.5, 1e-4):
-        check(inputs, decode(inputs, softmax_scale=scale), reference(inputs, softmax_scale=scale))
 
 
 @pytest.mark.parametrize(("b", "s_q", "h_q"), ((3, 16, 128), (140, 1, 16)))
 @pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
-@pytest.mark.parametrize("rise", (0.3, 4.0, 7.5, 30.0, -4.0))
+@pytest.mark.parametrize("rise", full_unless(lambda rise: rise == 7.5, (0.3, 4.0, 7.5, 30.0, -4.0)))
 def test_scores_that_rise_from_block_to_block(rise: float, dtype: str, b: int, s_q: int, h_q: int) -> None:
     """By `rise` powers of two: the softmax's reference has to follow them, seldom or in every block.
 
@@ -208,24 +175,3 @@ def test_calls_that_wait_for_each_other(varlen: bool) -> None:
     for got, want in zip(chain(lambda: None), chain(torch.cuda.synchronize), strict=True):
         assert not want.isnan().any()
         assert_same_bits("out", got, want)
-
-
-def test_capture_needs_loaded_kernels() -> None:
-    """A capture is refused before a kernel is loaded, and works after `warmup` or after a call."""
-    inputs = make_dense_inputs(DenseCase(b=2, h_q=16, s_k=300))
-
-    def captured() -> Any:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            got = rawmla.flash_mla_with_kvcache(*call_arguments(inputs), rawmla.get_mla_metadata()[0])
-        graph.replay()
-        check(inputs, got)
-
-    for load in (rawmla.warmup, lambda: decode(inputs, "object")):
-        with no_kernel_loaded():
-            with pytest.raises(rawmla.KernelNotReadyError, match="warmup"):
-                captured()
-            torch.cuda.synchronize()
-            load()
-            captured()
-            torch.cuda.synchronize()

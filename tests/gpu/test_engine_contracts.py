@@ -24,20 +24,3 @@ def test_recorded_calls(record: Recorded) -> None:
             call.replan(plan)
         graph.replay()
         call.check(got)
-
-
-PLANNED = [record for record in CALLS if record.function == "flash_mla_with_kvcache"]
-
-
-@pytest.mark.parametrize("record", PLANNED, ids=[record.id for record in PLANNED])
-def test_one_plan_for_several_layers(record: Recorded) -> None:
-    """Engines share a plan between layers; it has no more rows than there are multiprocessors."""
-    call = Call(record, functions_of(record), "cuda")
-    plan = call.plan()
-    for _ in range(2):
-        call.check(call.run(plan))
-        if call.arguments.get("out") is not None:
-            call.arguments["out"].fill_(float("nan"))
-    rows = plan.tile_scheduler_metadata
-    if rows is not None:
-        assert rows.shape[0] <= torch.cuda.get_device_properties(0).multi_processor_count

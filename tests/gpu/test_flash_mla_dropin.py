@@ -6,7 +6,6 @@ engines pass is in test_engine_contracts.py.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,36 +16,17 @@ import rawmla
 from kit import DenseCase, SparseCase
 from operations import Call
 from operations.mla_decode import make_dense_call
-from operations.mla_prefill import make_prefill_call
+from operations.mla_prefill import PREFILL_KINDS, make_prefill_call
 from operations.mla_sparse import make_sparse_call
 from rawmla import compat
 from rawmla.compat import ops, sgl_kernel
 
 EXTRA: dict[str, Any] = {"extra_s_k": 3000, "extra_topk": 512, "extra_page_block_size": 2}
+RANDOM: dict[str, Any] = {"lengths": "random", "sink": True}
 DENSE = DenseCase(b=5, s_q=2, h_q=16, s_k=1500, varlen=True, causal=True, zero_lengths=True)
-V32 = SparseCase(b=5, s_q=2, h_q=64, s_k=2500, topk=2048, lengths="random", sink=True)
-V4 = SparseCase(
-    b=5,
-    h_q=16,
-    s_k=900,
-    topk=128,
-    layout="model1",
-    lengths="random",
-    extra_lengths="random",
-    sink=True,
-    **EXTRA,
-)
-PREFILL = SparseCase(
-    b=70,
-    h_q=64,
-    s_k=900,
-    topk=300,
-    layout="bf16",
-    page_block_size=1,
-    lengths="random",
-    sink=True,
-    shared=True,
-)
+V32 = SparseCase(b=5, s_q=2, h_q=64, s_k=2500, topk=2048, **RANDOM)
+V4 = SparseCase(b=5, h_q=16, s_k=900, topk=128, layout="model1", extra_lengths="random", **EXTRA, **RANDOM)
+PREFILL = SparseCase(b=70, h_q=64, s_k=900, topk=300, **PREFILL_KINDS["bf16"], **RANDOM)
 decoding = pytest.mark.parametrize(
     "case", (DENSE, V32, V4), ids=lambda case: getattr(case, "layout", "dense")
 )
@@ -64,48 +44,16 @@ def same(name: str, got: Any, want: Any) -> None:
         assert_same_bits(f"{name}, result {index}", one, wanted)
 
 
-@dataclasses.dataclass
-class EnginePlan:
-    """The plan object of vLLM's copy, with its own config class."""
-
-    @dataclasses.dataclass
-    class Config:
-        b: int
-        s_q: int
-        h_q: int
-        page_block_size: int
-        h_k: int
-        causal: bool
-        is_fp8_kvcache: bool
-        topk: int | None
-        extra_page_block_size: int | None
-        extra_topk: int | None
-        enable_batch_invariant: bool
-
-    have_initialized: bool = False
-    config: Config | None = None
-    tile_scheduler_metadata: Any = None
-    num_splits: Any = None
-
-
 @decoding
 def test_plans_of_decoding(flash_mla: Any, case: Any) -> None:
-    """None, an object, an engine's object that is empty or has arrays, and arrays planned beforehand."""
+    """None, an object twice, and arrays planned beforehand."""
     call = make(case)
     want = call.run()
     call.check(want)
     decode = flash_mla.flash_mla_with_kvcache
     plan, _ = flash_mla.get_mla_metadata()
-    foreign, filled = EnginePlan(), EnginePlan()
-    for name, given in (("none", None), ("object", plan), ("again", plan), ("vLLM's", foreign)):
+    for name, given in (("none", None), ("object", plan), ("again", plan)):
         same(name, decode(**call.arguments, tile_scheduler_metadata=given), want)
-    assert plan.have_initialized and type(foreign.config) is EnginePlan.Config
-    assert_same_bits("vLLM's plan", foreign.tile_scheduler_metadata, plan.tile_scheduler_metadata)
-    rows = filled.tile_scheduler_metadata = plan.tile_scheduler_metadata.clone()
-    filled.num_splits = plan.num_splits.clone()
-    same("given arrays", decode(**call.arguments, tile_scheduler_metadata=filled), want)
-    assert filled.tile_scheduler_metadata is rows and filled.have_initialized
-
     assert call.plan is not None
     tiles, splits = flash_mla.get_mla_decoding_metadata(*call.plan.values())
     hoisted = rawmla.FlashMLASchedMeta(tile_scheduler_metadata=tiles, num_splits=splits)
@@ -147,39 +95,13 @@ def test_capture(flash_mla: Any, case: Any) -> None:
         call.check(results[3])
 
 
-def test_dense_of_the_older_generation() -> None:
-    call = make(DENSE)
-    assert call.plan is not None
-    lengths, rows, h_kv, _ = call.plan.values()
-    try:
-        flash_mla = rawmla.install_flash_mla(replace=True, api="tensors")
-        tiles, splits = flash_mla.get_mla_metadata(lengths, rows, h_kv)
-        same("plan", (tiles, splits), rawmla.get_mla_metadata(lengths, rows, h_kv))
-        # Chitu and SGLang keep both in buffers of their own, num_splits in a longer one.
-        buffer = torch.full((40,), -1, dtype=torch.int32, device="cuda")
-        buffer[: DENSE.b + 1].copy_(splits)
-        positional = [call.arguments[name] for name in ("q", "k_cache", "block_table", "cache_seqlens")]
-        for number in (DENSE.b + 1, 40):
-            got = flash_mla.flash_mla_with_kvcache(
-                *positional, 512, tiles.clone(), buffer[:number], None, True
-            )
-            same("tensors", got, call.run())
-    finally:
-        rawmla.uninstall_flash_mla()
-
-
-def positional_prefill(call: Call) -> tuple[Any, ...]:
-    """The first seven arguments of prefill."""
-    names = ("q", "kv", "indices", "sm_scale", "attn_sink", "topk_length")
-    q, kv, indices, scale, sink, lengths = (call.arguments[name] for name in names)
-    return q, kv, indices, scale, 512, sink, lengths
-
-
 def test_prefill(flash_mla: Any) -> None:
     call = make_prefill_call(PREFILL)
     natural, base_2 = call.run(log_base="e"), call.run(log_base="2")
     call.check(base_2)
-    seven = positional_prefill(call)
+    names = ("q", "kv", "indices", "sm_scale", "attn_sink", "topk_length")
+    *four, sink, lengths = (call.arguments[name] for name in names)
+    seven = (*four, 512, sink, lengths)
     prefill = flash_mla.flash_mla_sparse_fwd
     same("natural", prefill(*seven), natural)
     same("base 2", prefill(*seven, True, True), base_2)
@@ -237,7 +159,7 @@ def patched_decode(patched: Any, call: Call, tiles: Any = None, splits: Any = No
 
 
 def test_patched_decoding(patched: Any) -> None:
-    """Eager with a plan and without one, which is then returned; and captured without one."""
+    """With a plan, and without one, which is then returned."""
     for case in (DENSE, V32, V4):
         if case is DENSE and not hasattr(patched, "dense_decode_fwd"):
             assert patched.name == "flash_mla"  # sgl-flash-mla's current kernels are sparse alone
@@ -249,29 +171,3 @@ def test_patched_decoding(patched: Any) -> None:
         out, lse, *plan = patched_decode(patched, call, tiles, splits)
         same("with a plan", (out, lse), want)
         assert [x.data_ptr() for x in plan] == [tiles.data_ptr(), splits.data_ptr()]
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out, lse, *_ = patched_decode(patched, call)
-        lengths = call.arguments["cache_seqlens" if case is DENSE else "topk_length"]
-        whole = lengths.clone()
-        for divisor in (1, 3, 10**6):
-            lengths.copy_(whole // divisor)
-            graph.replay()
-            same(f"lengths over {divisor}", (out, lse), call.run())
-
-
-def test_patched_prefill(patched: Any) -> None:
-    call = make_prefill_call(PREFILL)
-    natural, base_2 = call.run(log_base="e"), call.run(log_base="2")
-    seven = positional_prefill(call)
-    if patched.name == "_flashmla_C":
-        out = torch.empty_like(natural[0])
-        got = patched.sparse_prefill_fwd(*seven, out)
-        assert got[0].data_ptr() == out.data_ptr()
-        same("given out", got, natural)
-        got = patched.sparse_prefill_fwd(*seven, None)
-    else:
-        got = patched.sparse_prefill_fwd(*seven)
-    same("natural", got, natural)
-    if patched.name == "flash_mla_legacy":
-        same("base 2", patched.sparse_prefill_fwd(*seven, True), base_2)

@@ -15,7 +15,7 @@ from flex_functions import OF_THE_SCORE, scores
 from flex_points import Evaluated, evaluate
 from full_cases import full_unless
 from gpu_support import torch
-from test_device_parts import probe
+from kernel_probe import probe
 
 from rawmla.flex.mods import Mod
 from rawmla.flex.trace import trace

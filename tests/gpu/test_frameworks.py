@@ -7,10 +7,9 @@ from contextlib import nullcontext
 from typing import Any
 
 import pytest
-from gpu_support import cupy, no_kernel_loaded, poison_or_fresh, to_cupy, torch
+from gpu_support import cupy, no_kernel_loaded, to_cupy, torch
 
 from operations import OPERATIONS, Call, Operation, assert_results, for_each, for_first
-from operations.memory import all_canaries, between_canaries, fill_with_canaries
 
 DELAY_CYCLES = 100_000_000  # about 50 ms: a call on the wrong stream has long finished by then
 
@@ -42,56 +41,6 @@ def test_cupy(operation: Operation, case: Any) -> None:
         assert isinstance(metadata, cupy.ndarray) and isinstance(num_splits, cupy.ndarray)
 
 
-@for_first(only=lambda operation: operation.any_framework and operation.out)
-def test_cupy_outputs(operation: Operation, case: Any) -> None:
-    """Outputs have the strides of a slice of every dimension that they may be a slice of."""
-    call = operation.make(case)
-    want = call.run()
-    assert operation.out is not None
-    pairs = [between_canaries(x, operation.out(x)) for _, x in zip(operation.outputs, want, strict=False)]
-    targets = dict(zip(operation.outputs, (target for _, target in pairs), strict=True))
-    given = {name: to_cupy(target) for name, target in targets.items()}
-    for target in targets.values():
-        poison_or_fresh(call, target)
-    torch.cuda.synchronize()
-    got = call.mapped(to_cupy).run(**given)
-    assert all(one is other for one, other in zip(got, given.values(), strict=False))
-    cupy.cuda.get_current_stream().synchronize()
-    assert_results("CuPy", call, tuple(torch.from_dlpack(x) for x in got), want)
-    for buffer, target in pairs:
-        fill_with_canaries(target)
-        assert all_canaries(buffer), "the call wrote outside an output"
-
-
-@for_first(only=lambda operation: operation.any_framework and operation.copied)
-def test_cupy_copies(operation: Operation, case: Any) -> None:
-    """Strides that are negative, and a last dimension that is not contiguous."""
-    call = operation.make(case)
-    want = call.run()
-    in_cupy = call.mapped(to_cupy)
-    for name in operation.copied:
-        x = in_cupy.arguments[name]
-        backwards = cupy.ascontiguousarray(x[::-1])[::-1]
-        turned = cupy.ascontiguousarray(x.swapaxes(-1, -2)).swapaxes(-1, -2)
-        for given in (backwards, turned):
-            got = in_cupy.run(**{name: given})
-            cupy.cuda.get_current_stream().synchronize()
-            assert_results(f"{name} copied", call, tuple(torch.from_dlpack(x) for x in got), want)
-
-
-@for_first(only=takes_any)
-def test_two_frameworks(operation: Operation, case: Any) -> None:
-    """Integers, and what functions and block masks read, are of CuPy beside tensors: results are tensors."""
-    call = operation.make(case)
-    want = call.run()
-    mixed = call.mapped(lambda x: x if x.is_floating_point() else to_cupy(x), to_cupy)
-    first = next(iter(call.arrays()), None)
-    got = mixed.run(**({} if first is None else {first: call.arguments[first]}), **call.target())
-    if first is not None:
-        assert all(isinstance(x, torch.Tensor) for x in got)
-    assert_results("two frameworks", call, tuple(torch.from_dlpack(x) for x in got), want)
-
-
 class Producer:
     """An array of a library that nobody has heard of: DLPack and nothing else."""
 
@@ -105,7 +54,7 @@ class Producer:
         return self.tensor.__dlpack_device__()
 
 
-@for_each("cases", only=takes_any)
+@for_first(only=takes_any)
 def test_dlpack_producer(operation: Operation, case: Any) -> None:
     """Taken over by CuPy, which then also holds the results; what is written in place is written there."""
     call = operation.make(case)
@@ -172,22 +121,6 @@ def test_torch_side_stream(operation: Operation, case: Any) -> None:
         assert_results(f"on a side stream, {form}", call, got, want)
 
 
-@for_first()
-def test_default_stream_is_not_involved(operation: Operation, case: Any) -> None:
-    """A call on a side stream finishes while the default stream is held up (non-blocking streams)."""
-    call = operation.make(case)
-    want = call.run()
-    target = call.target()
-    stream = warmed_up_stream(call, "object")
-    torch.cuda._sleep(4 * DELAY_CYCLES)
-    with torch.cuda.stream(stream):
-        got = call.run(**target)
-    stream.synchronize()
-    assert not torch.cuda.default_stream().query(), "the call waited for the default stream"
-    torch.cuda.synchronize()
-    assert_results("on a side stream", call, got, want)
-
-
 @for_first(only=takes_any)
 def test_cupy_side_stream(operation: Operation, case: Any) -> None:
     call = operation.make(case)
@@ -248,21 +181,6 @@ def contiguous(x: Any) -> Any:
     """A CuPy array without gaps, on its own device."""
     with cupy.cuda.Device(x.device.id):
         return cupy.ascontiguousarray(x)
-
-
-@for_first()
-def test_arrays_on_two_devices(operation: Operation, case: Any) -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
-    call = operation.make(case)
-    call.run()
-    # Where the first one is, the others have to be.
-    for name in operation.arrays if call.written is not None else operation.arrays[1:]:
-        value = call.arguments[name]
-        moved = [*value[:-1], value[-1].to("cuda:1")] if isinstance(value, list) else value.to("cuda:1")
-        # The text names this array, or another where this one says which device it has to be.
-        with pytest.raises(ValueError, match=r"^\w+(\[\d\])?: expected an array on device cuda:"):
-            call.run(**{name: moved})
 
 
 # ---- threads

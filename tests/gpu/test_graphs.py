@@ -10,7 +10,6 @@ from gpu_support import (
     cupy,
     loaded_labels,
     no_kernel_loaded,
-    poison_or_fresh,
     to_cupy,
     torch,
 )
@@ -19,7 +18,7 @@ import rawmla
 from kit.mha import MhaCase
 from operations import OPERATIONS, Operation, assert_results, for_each, for_first, is_planned
 from operations.dense import make_dense_call
-from operations.memory import all_canaries, between_canaries, fill_with_canaries, strided
+from operations.memory import all_canaries, fill_with_canaries, strided
 
 PLANS = ("object", "object, invariant", "tensors, inside", "tensors, outside")
 
@@ -50,7 +49,7 @@ PLANNED = [
 )
 def test_planned_calls(operation: Operation, case: Any, plan: str) -> None:
     """The plan is computed in the graph by the call ("object") or beside it ("inside"), or into the buffers
-    that the graph reads, before each replay ("outside") or once ("before").
+    that the graph reads, before each replay ("outside") or once ("before"). Two layers share it.
     """
     call = operation.make(case)
     form, _, how = plan.partition(", ")
@@ -61,11 +60,10 @@ def test_planned_calls(operation: Operation, case: Any, plan: str) -> None:
     def work() -> Any:
         if how == "inside":
             call.replan(metadata, num_splits)
-        return call.run(
-            invariant=invariant and form == "tensors", tile_scheduler_metadata=metadata, num_splits=num_splits
-        )
+        given = {"tile_scheduler_metadata": metadata, "num_splits": num_splits}
+        return [call.run(invariant=invariant and form == "tensors", **given) for _ in range(2)]
 
-    graph, got = capture(work)
+    graph, (got, again) = capture(work)
     assert operation.changes is not None
     for _ in operation.changes(call):
         if how == "inside":
@@ -74,6 +72,7 @@ def test_planned_calls(operation: Operation, case: Any, plan: str) -> None:
             call.replan(metadata, num_splits)
         graph.replay()
         call.check(got)
+        assert_results("a later layer", call, again, got)
         if form == "object":
             assert_results("replayed and eager", call, got, call.run(form, invariant=invariant))
 
@@ -92,45 +91,6 @@ def test_calls(operation: Operation, case: Any) -> None:
         call.check(got)
         assert_results("replayed and eager", call, got, call.run())
         assert_results("one captured call after another", call, again, got)
-
-
-@for_each("graph_cases", only=is_planned)
-def test_one_object_for_several_layers(operation: Operation, case: Any) -> None:
-    """The first layer computes the plan inside the graph, the others read it there."""
-    call = operation.make(case)
-    call.run()
-    metadata, _ = call.make_plan()
-    graph, results = capture(lambda: [call.run(tile_scheduler_metadata=metadata) for _ in range(3)])
-    assert operation.changes is not None
-    for number, _ in enumerate(operation.changes(call)):
-        graph.replay()
-        call.check(results[0])
-        for got in results[1:]:
-            assert_results("later layer", call, got, results[0])
-        if number == 4:
-            break
-
-
-@for_each("graph_cases", only=lambda operation: operation.out)
-def test_out_given_and_other_memory_reused_between_replays(operation: Operation, case: Any) -> None:
-    call = operation.make(case)
-    assert operation.changes is not None and operation.out is not None
-    first = call.run()
-    pairs = [between_canaries(x, operation.out(x)) for _, x in zip(operation.outputs, first, strict=False)]
-    outputs = dict(zip(operation.outputs, (given for _, given in pairs), strict=True))
-    metadata = {} if call.plan is None else {"tile_scheduler_metadata": call.make_plan()[0]}
-    graph, got = capture(lambda: call.run(**metadata, **outputs))
-    assert all(one is given for one, given in zip(got, outputs.values(), strict=False))
-    for _ in operation.changes(call):
-        for given in outputs.values():
-            poison_or_fresh(call, given)
-        other = [torch.full((n << 20,), float("nan"), device="cuda") for n in (1, 2, 8)]
-        graph.replay()
-        call.check(got)
-        del other
-    for buffer, given in pairs:
-        fill_with_canaries(given)
-        assert all_canaries(buffer), "a replay wrote outside an output"
 
 
 COPIED = [(operation, operation.cases[0], name) for operation in OPERATIONS for name in operation.copied]

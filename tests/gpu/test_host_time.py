@@ -1,80 +1,45 @@
-"""Host time of a warm decode call with its plan given, and what the names of FlashMLA add to it.
+"""Host time of a warm decode call with its plan given. This test runs by itself.
 
-The target is 20 us; the limit of the test leaves room for slow hosts. These tests run by themselves.
+The target is 20 us; the limit of the test leaves room for slow hosts.
 """
 
-import importlib
 import statistics
 import time
-import timeit
-from collections.abc import Callable
 from typing import Any
 
 import pytest
-from gpu_support import call_arguments, torch
+from gpu_support import torch
 
 import rawmla
 from kit import DenseCase, make_dense_inputs
-from rawmla.call import tracing
+from operations.mla_decode import call_arguments
 
 LIMIT_US = 40.0
-OVERHEAD_US = 2.0
-QUESTION_US = 0.3
 CALLS_IN_FLIGHT = 40
 
-pytestmark = pytest.mark.unpoisoned
 
-
-def times_of(calls: tuple[Callable[..., Any], ...], arguments: Any, count: int = 1000) -> list[list[float]]:
-    """Microseconds of each call, in turns, so that all see the same host."""
-    times: list[list[float]] = [[] for _ in calls]
+def times_of_calls(arguments: Any, count: int) -> list[float]:
+    """Microseconds of each call."""
+    times = []
     for turn in range(count):
-        for call, column in zip(calls, times, strict=True):
-            begin = time.perf_counter_ns()
-            call(*arguments)
-            column.append((time.perf_counter_ns() - begin) / 1000)
-        if turn % (CALLS_IN_FLIGHT // len(calls)) == 0:
+        begin = time.perf_counter_ns()
+        rawmla.flash_mla_with_kvcache(*arguments)
+        times.append((time.perf_counter_ns() - begin) / 1000)
+        if turn % CALLS_IN_FLIGHT == 0:
             torch.cuda.synchronize()  # so that a full launch queue is not what is measured
     return times
 
 
+@pytest.mark.unpoisoned
 @pytest.mark.parametrize("form", ("object", "tensors"))
 @pytest.mark.parametrize("s_k", (64, 8192), ids=("one_block", "split"))
 def test_host_time(s_k: int, form: str, record_property: Any) -> None:
     inputs = make_dense_inputs(DenseCase(b=1, h_q=16, s_k=s_k))
     planned = (inputs.cache_seqlens, 16, 1) if form == "tensors" else ()
     arguments = (*call_arguments(inputs), *rawmla.get_mla_metadata(*planned))
-    times_of((rawmla.flash_mla_with_kvcache,), arguments, 20)
-    (times,) = times_of((rawmla.flash_mla_with_kvcache,), arguments)
+    times_of_calls(arguments, 20)
+    times = times_of_calls(arguments, 1000)
     median = statistics.median(times)
-    print(
-        f"\nhost time of a decode call, s_k {s_k}, {form}: median {median:.1f}, fastest {min(times):.1f} us"
-    )
+    print(f"\nhost time, s_k {s_k}, {form}: median {median:.1f}, fastest {min(times):.1f} us")
     record_property("median_us", median)
     assert median < LIMIT_US
-
-
-def test_overhead(flash_mla: Any) -> None:
-    """What a call through the module adds to rawmla's own function, in the quickest tenth of calls, which
-    other processes disturb least.
-    """
-    inputs = make_dense_inputs(DenseCase(b=2, h_q=16, s_k=300))
-    arguments = (*call_arguments(inputs), rawmla.get_mla_metadata()[0])
-    calls = (flash_mla.flash_mla_with_kvcache, rawmla.flash_mla_with_kvcache)
-    through, own = (statistics.quantiles(times, n=10)[0] for times in times_of(calls, arguments, 4000))
-    assert through - own < OVERHEAD_US, f"{through:.2f} us and {own:.2f} us"
-
-
-def test_question_whether_torch_traces(record_property: Any) -> None:
-    """Eager calls run the same code whether operators are registered or not, and pay for one question."""
-    inputs = make_dense_inputs(DenseCase(b=1, h_q=16, s_k=64))
-    rawmla.flash_mla_with_kvcache(*call_arguments(inputs), rawmla.get_mla_metadata()[0])
-    asked = tracing.is_traced
-    importlib.reload(importlib.import_module("rawmla.torch_ops"))
-    assert tracing.is_traced.__code__ is asked.__code__
-    names = {"tracing": tracing, "q": inputs.q}
-    times = timeit.repeat("tracing.is_traced(q)", number=2000, repeat=50, globals=names)
-    question = min(times) / 2000 * 1e6
-    print(f"\nhost time of the question whether torch traces: {question:.3f} us")
-    record_property("question_us", question)
-    assert question < QUESTION_US

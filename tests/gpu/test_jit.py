@@ -47,10 +47,6 @@ def run(kernel: Kernel, value: int) -> int:
     return int(out.item())
 
 
-def test_text_runs(project: Project) -> None:
-    assert [run(get_kernel(times(factor), 0), 128) for factor in (2, 3)] == [257, 385]
-
-
 def test_kernels_are_let_go_of_and_loaded_again(project: Project) -> None:
     """Also while the last launch of one may still run, and with another one held by a prepared launch."""
     out = torch.zeros(1, dtype=torch.int32, device="cuda")
@@ -78,14 +74,3 @@ def test_a_graph_replays_what_others_have_displaced(project: Project) -> None:
     for _ in range(2):
         graph.replay()
     assert int(out.item()) == 4
-
-
-def test_local_memory_is_one_warning(project: Project) -> None:
-    text = (
-        "__device__ int score(int x) { volatile int a[100]; "
-        "for (int j = 0; j < 100; j++) a[j] = x + j; return a[x]; }\n"
-    )
-    spec = tiny(1, headers=(("mod/score.cuh", text),))
-    with pytest.warns(RuntimeWarning, match="local memory: 400 bytes of stack frame") as caught:
-        kernels = [get_kernel(spec, 0), get_kernel(spec, 0)]
-    assert len(caught) == 1 and run(kernels[0], 9) == 19

@@ -13,7 +13,7 @@ SHAPE = SHAPES[0]
 
 
 @pytest.mark.parametrize("dtype", ("bfloat16", "float16", "float32"))
-@pytest.mark.parametrize("parts", (1, 2, 3, 8, 9, 31, 32, 33, 100, 1025))
+@pytest.mark.parametrize("parts", (1, 2, 8, 9, 32, 33, 1025))
 def test_as_the_reference(parts: int, dtype: str) -> None:
     for shape in SHAPES if parts <= 100 else SHAPES[:1]:
         outs, lses = make_parts(parts, shape, dtype)
@@ -35,27 +35,6 @@ def test_one_part_and_empty_ones() -> None:
     assert torch.equal(out, outs[1]) and torch.equal(lse, lses[1])
     out, lse = rawmla.merge_attn_states([outs[0]] * 40, [lses[0]] * 40)
     assert bool((out == 0).all()) and bool((lse == float("inf")).all())
-
-
-def test_negative_zero() -> None:
-    """Added to +0.0, as every value is, -0.0 becomes +0.0; other values of the only part keep their bits."""
-    outs, lses = make_parts(1, SHAPE, "bfloat16")
-    lses[0].fill_(1.5)
-    outs[0].nan_to_num_()
-    outs[0][..., ::2] = -0.0
-    outs[0][..., 1::2] += 1e-3  # no other zeros
-    out, _ = rawmla.merge_attn_states(outs, lses)
-    assert not torch.signbit(out[..., ::2]).any() and bool((out[..., ::2] == 0).all())
-    assert_same_bits("other values", out[..., 1::2], outs[0][..., 1::2])
-
-
-def test_far_apart() -> None:
-    """Weights that underflow, and lse far from 0."""
-    outs, _ = make_parts(3, SHAPE, "float32")
-    for out in outs:
-        out.nan_to_num_()
-    lses = [torch.full((2, 5, 3), value, device="cuda") for value in (1000.0, 1003.0, -5000.0)]
-    check_merged(outs, lses, rawmla.merge_attn_states(outs, lses))
 
 
 def test_in_place() -> None:

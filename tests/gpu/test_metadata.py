@@ -14,14 +14,14 @@ from test_plans import CASES, IDS
 
 import rawmla
 from kit import DenseCase
-from kit.plans import LAYOUTS, read_splits
+from kit.plans import LAYOUTS
 from operations import Operation
 from operations.caches import to_device
 from rawmla import reference
 
-BATCHES = (1, 2, 3, 7, 16, 31, 32, 33, 128, 131, 511, 1000, 1024, 1025, 4096, 10007, 16384)
+BATCHES = (1, 7, 32, 33, 131, 511, 1024, 1025, 4096, 10007, 16384)
 HEADS = ((1, 16, 1), (1, 128, 1), (2, 128, 1), (1, 64, 2), (4, 126, 2), (1, 1, 1), (1, 512, 1))
-PARTS = (1, 2, 7, 66, 131, 132, 300, 1000, 2000)
+PARTS = (1, 2, 66, 131, 300, 2000)
 
 
 def lengths_of(kind: str, b: int) -> Any:
@@ -54,7 +54,7 @@ def sm_count() -> int:
 
 @pytest.mark.parametrize("invariant", (False, True))
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("b", full_unless(lambda b: b < 2000 or b == 16384, BATCHES))
+@pytest.mark.parametrize("b", full_unless(lambda b: b in (1, 33, 131, 1025, 16384), BATCHES))
 def test_lengths(b: int, kind: str, invariant: bool) -> None:
     """In place for any number of parts and in both layouts; and for the parts of calls with any heads."""
     lengths = lengths_of(kind, b)
@@ -112,29 +112,3 @@ def test_object_that_a_call_fills(operation: Operation, case: Any, invariant: bo
         )
     got = metadata.tile_scheduler_metadata, metadata.num_splits
     assert_plan("object", got, want.object_rows, want.num_splits)
-
-
-def test_in_place_for_smaller_batches() -> None:
-    cache_seqlens = to_device(lengths_of("normal", 200))
-    rows, num_splits = rawmla.get_mla_metadata(cache_seqlens, 128, 1)
-    for b in (200, 3, 1, 199):
-        rawmla.get_mla_metadata(cache_seqlens[:b], 128, 1, out=(rows, num_splits))
-        lengths = cache_seqlens[:b].tolist()
-        want = reference.plan(lengths, len(rows))
-        assert_plan(f"{b} requests", (rows, num_splits[: b + 1]), want.tensor_rows, want.num_splits)
-        assert (num_splits[b:] == num_splits[b]).all()  # requests past the batch have no splits
-        # Read by a call for the captured batch of 200, the rows name no request past the new batch.
-        whole = lengths + [64] * (200 - b)
-        named = {split.request for split in read_splits(rows.cpu().numpy(), whole, "tensors")}
-        assert named == set(range(b))
-
-
-def test_plan_is_deterministic_and_stays_on_the_device() -> None:
-    cache_seqlens = to_device(lengths_of("normal", 128))
-    want = rawmla.get_mla_metadata(cache_seqlens, 128, 1)
-    torch.cuda.synchronize()
-    torch.cuda._sleep(100_000_000)
-    got = [rawmla.get_mla_metadata(cache_seqlens, 128, 1) for _ in range(20)]
-    assert not torch.cuda.current_stream().query(), "the planner waited for the device"
-    for rows, num_splits in got:
-        assert torch.equal(rows, want[0]) and torch.equal(num_splits, want[1])

@@ -7,11 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from gpu_support import assert_same_bits, prefill, prefill_check, sparse_in_batch, torch
+from full_cases import full_unless
+from gpu_support import assert_same_bits, torch
 
 import rawmla
 from kit import SparseCase, SparseInputs, make_sparse_inputs
-from operations.mla_prefill import PREFILL_KINDS
+from operations.mla_prefill import PREFILL_KINDS, prefill, prefill_check
+from operations.mla_sparse import sparse_in_batch
 
 TOKENS = 1100  # enough for selections to be united, and for FP8 caches to be copied to bf16 rows
 
@@ -46,7 +48,7 @@ def batches_of(b: int) -> list[list[int]]:
 
 
 @kinds
-@pytest.mark.parametrize("h_q", (8, 16, 32, 64, 128))
+@pytest.mark.parametrize("h_q", full_unless(lambda h_q: h_q in (16, 128), (8, 16, 32, 64, 128)))
 def test_tokens_keep_their_bits(h_q: int, kind: dict[str, Any]) -> None:
     """Whatever other tokens are in the call. Then other tokens get other queries, indices and
     lengths; one in seven stays, and keeps its bits.
@@ -67,22 +69,6 @@ def test_tokens_keep_their_bits(h_q: int, kind: dict[str, Any]) -> None:
             topk_length=torch.where(kept, inputs.topk_length, rolled),
         )
         assert_bits(f"length {length}", [x[kept] for x in run(changed)], want, kept)
-
-
-@kinds
-def test_without_lengths(kind: dict[str, Any]) -> None:
-    """The plan of such a call may be known beforehand; long selections, of which few tokens are split."""
-    inputs = make(kind, b=300, h_q=64, s_k=4000, topk=3000, lengths=None)
-    want = run(inputs)
-    prefill_check(inputs, want)
-    for tokens in ([0], [299, 0, 7], list(range(132)), list(reversed(range(300)))):
-        assert_bits(f"{len(tokens)} tokens", run(sparse_in_batch(inputs, tokens)), want, tokens)
-    limited = replace(
-        inputs,
-        case=replace(inputs.case, lengths="random"),
-        topk_length=torch.full((300,), 3000, dtype=torch.int32, device="cuda"),
-    )
-    assert_bits("lengths that say the same", run(limited), want)
 
 
 @pytest.mark.unpoisoned

@@ -28,10 +28,6 @@ def run(*arguments: str) -> None:
     assert result.returncode == 0, f"{result.stdout}\n{result.stderr}"
 
 
-def test_there_are_examples() -> None:
-    assert EXAMPLES
-
-
 @pytest.mark.parametrize("example", [*EXAMPLES, *OTHER_HEADS])
 def test_example(example: str) -> None:
     if "transformers" in example:

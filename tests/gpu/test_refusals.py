@@ -11,7 +11,7 @@ import pytest
 from gpu_support import replaced_launches, torch
 
 import rawmla
-from operations import OPERATIONS, Arguments, Call, Operation, assert_results, for_each, for_first
+from operations import Arguments, Call, Operation, assert_results, for_each, for_first
 from operations.memory import all_canaries, fill_with_canaries
 
 
@@ -46,153 +46,6 @@ def _strided_last_dimension(x: Any) -> Any:
     return wide[..., ::2]
 
 
-WRONG: dict[str, tuple[type[Exception], Callable[[Any], Any]]] = {
-    "on the CPU": (ValueError, lambda x: x.cpu()),
-    "not an array": (TypeError, lambda x: [1.0]),
-    "of another dtype": (TypeError, _wrong_dtype),
-    "of int16": (TypeError, lambda x: x.short()),
-    "of another shape": (ValueError, _another_shape),
-    "with a strided last dimension": (ValueError, _strided_last_dimension),
-}
-
-
-@contextmanager
-def _without_collection() -> Iterator[None]:
-    """Inside, no memory of older arrays that are in cycles is freed by chance."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
-def assert_refused(
-    operation: Operation,
-    call: Call,
-    changes: Callable[[Arguments], Arguments],
-    kind: type[Exception],
-    text: str,
-) -> None:
-    """The call raises before it allocates or launches anything, and leaves what it would write alone."""
-    want = call.run()
-    good = all_arguments(call)
-    outputs = call.target() or {
-        name: torch.empty_like(x)
-        for name, x in zip(operation.outputs if operation.out else (), want, strict=False)
-    }
-    good |= outputs
-    for canaries in outputs.values():
-        fill_with_canaries(canaries)
-    bad = {**good, **changes(good)}
-    with _without_collection():
-        memory = torch.cuda.memory_allocated()
-        with pytest.raises(kind, match=text):
-            getattr(rawmla, call.function)(**bad)
-        assert torch.cuda.memory_allocated() == memory
-    launched: list[None] = []
-    with replaced_launches(lambda: launched.append(None)), pytest.raises(kind, match=text):
-        getattr(rawmla, call.function)(**bad)
-    assert not launched, "a refused call launched a kernel"
-    assert all(all_canaries(canaries) for canaries in outputs.values())
-    assert_results("the next call", call, call.run(), want)
-
-
-WRONG_ARRAYS = [
-    (operation, operation.cases[0], name, wrong)
-    for operation in OPERATIONS
-    for name in operation.arrays
-    for wrong in WRONG
-    if wrong != "with a strided last dimension" or name not in operation.odd_last
-    if wrong != "of another dtype" or name not in operation.any_integer
-]
-
-
-@pytest.mark.parametrize(
-    ("operation", "case", "name", "wrong"),
-    WRONG_ARRAYS,
-    ids=[f"{operation.name}-{name} {wrong}" for operation, _, name, wrong in WRONG_ARRAYS],
-)
-def test_wrong_array(operation: Operation, case: Any, name: str, wrong: str) -> None:
-    call = operation.make(case)
-    assert set(call.arrays()) == set(operation.arrays)
-    kind, change = WRONG[wrong]
-
-    def changes(arguments: Arguments) -> Arguments:
-        return {name: change_one(arguments[name], change)}
-
-    listed = isinstance(call.arguments.get(name), list)
-    text = rf"^{name}\[{len(call.arguments[name]) - 1}\]: " if listed else rf"^{name}: "
-    assert_refused(operation, call, changes, kind, text)
-
-
-BAD = [(operation, operation.cases[0], bad) for operation in OPERATIONS for bad in operation.bad]
-
-
-@pytest.mark.parametrize(
-    ("operation", "case", "bad"), BAD, ids=[f"{operation.name}-{bad}" for operation, _, bad in BAD]
-)
-def test_refused_call_leaves_nothing_behind(operation: Operation, case: Any, bad: str) -> None:
-    kind, name, changes = operation.bad[bad]
-    assert_refused(operation, operation.make(case), changes, kind, f"^{name}")
-
-
-@for_first(only=lambda operation: operation.out is not None)
-@pytest.mark.parametrize("wrong", ("dtype", "shape", "place"))
-def test_wrong_output(operation: Operation, case: Any, wrong: str) -> None:
-    call = operation.make(case)
-    for name, result in zip(operation.outputs, call.run(), strict=False):
-        given, kind = {
-            "dtype": (_wrong_dtype(result), TypeError),
-            "shape": (result[:, :1] if call.written is None else result[:, :-8], ValueError),
-            "place": (result.cpu(), ValueError),
-        }[wrong]
-        assert_refused(operation, call, lambda a, x=name, y=given: {x: y}, kind, f"^{name}: ")
-
-
-# ---- autograd, and tensors without memory
-
-
-GRADS = [
-    (operation, case, name)
-    for operation in OPERATIONS
-    for case in operation.cases[:1]
-    for name in operation.floats(case)
-]
-
-
-@for_each("cases")
-def test_which_inputs_can_require_grad(operation: Operation, case: Any) -> None:
-    """The table names them all."""
-    found = []
-    for name, value in operation.make(case).arrays().items():
-        first = value[0] if isinstance(value, list) else value
-        if first.is_floating_point():
-            found.append(name)
-    assert sorted(found) == sorted(operation.floats(case))
-
-
-@pytest.mark.parametrize(
-    ("operation", "case", "name"),
-    GRADS,
-    ids=[f"{operation.name}-{name}-{case.id}" for operation, case, name in GRADS],
-)
-def test_inputs_that_require_grad(operation: Operation, case: Any, name: str) -> None:
-    """A result without a graph would be a silent error while grad is enabled."""
-    call = operation.make(case)
-    want = call.run()
-    changes = {name: change_one(call.arguments[name], lambda x: x.detach().clone().requires_grad_(True))}
-    if name in operation.grads:
-        got = call.run(**changes)
-        assert got[0].requires_grad and got[1].requires_grad
-    else:
-        with pytest.raises(ValueError, match=rf"^{name}\b.*requires_grad"):
-            call.run(**changes)
-    for context in (torch.no_grad, torch.inference_mode):
-        with context():
-            assert_results(context.__name__, call, call.run(**changes), want)
-    assert_results("nothing requires grad", call, call.run(), want)
-
-
 class Wrapper(torch.Tensor if torch else object):  # type: ignore[misc]
     """A tensor of a subclass that has no memory of its own."""
 
@@ -214,15 +67,111 @@ def fake(x: Any) -> Any:
     return FakeTensorMode().from_tensor(x)
 
 
+WRONG: dict[str, tuple[type[Exception], Callable[[Any], Any]]] = {
+    "on the CPU": (ValueError, lambda x: x.cpu()),
+    "not an array": (TypeError, lambda x: [1.0]),
+    "of tracing, without memory": (TypeError, fake),
+    "of a subclass, without memory": (TypeError, Wrapper),
+    "of another dtype": (TypeError, _wrong_dtype),
+    "of int16": (TypeError, lambda x: x.short()),
+    "of another shape": (ValueError, _another_shape),
+    "with a strided last dimension": (ValueError, _strided_last_dimension),
+}
+
+
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """Inside, no memory of older arrays that are in cycles is freed by chance."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def wrong_arrays(operation: Operation, good: Arguments) -> Iterator[tuple[type[Exception], str, Arguments]]:
+    """Every array spoilt in every way: the error, how its text begins, the change."""
+    for name in operation.arrays:
+        value = good[name]
+        text = rf"^{name}\[{len(value) - 1}\]: " if isinstance(value, list) else rf"^{name}: "
+        for wrong, (kind, change) in WRONG.items():
+            if wrong == "with a strided last dimension" and name in operation.odd_last:
+                continue
+            if wrong == "of another dtype" and name in operation.any_integer:
+                continue
+            yield kind, text, {name: change_one(value, change)}
+
+
+def wrong_outputs(operation: Operation, call: Call, want: Any) -> Iterator[tuple[Any, str, Arguments]]:
+    """Outputs of another dtype, of another shape and of another place."""
+    for name, result in zip(operation.outputs if operation.out else (), want, strict=False):
+        shorter = result[:, :1] if call.written is None else result[:, :-8]
+        for kind, given in (
+            (TypeError, _wrong_dtype(result)),
+            (ValueError, shorter),
+            (ValueError, result.cpu()),
+        ):
+            yield kind, f"^{name}: ", {name: given}
+
+
 @for_first()
-@pytest.mark.parametrize("kind", ("FakeTensor", "Wrapper"))
-def test_tensors_without_memory(operation: Operation, case: Any, kind: str) -> None:
-    """Their address is 0: nothing may be launched on it."""
+def test_refused_calls(operation: Operation, case: Any) -> None:
+    """They raise before they allocate or launch anything, and leave what they would write alone: every array
+    and output spoilt in every way, and the rows of the table.
+    """
     call = operation.make(case)
+    assert set(call.arrays()) == set(operation.arrays)
+    want = call.run()
     good = all_arguments(call)
-    change = fake if kind == "FakeTensor" else Wrapper
-    for name, value in good.items():
-        if not (hasattr(value, "__dlpack__") or isinstance(value, list)):
+    outputs = call.target() or {
+        name: torch.empty_like(x)
+        for name, x in zip(operation.outputs if operation.out else (), want, strict=False)
+    }
+    good |= outputs
+    for canaries in outputs.values():
+        fill_with_canaries(canaries)
+    refusals = [
+        *wrong_arrays(operation, good),
+        *wrong_outputs(operation, call, want),
+        *((kind, f"^{name}", changes(good)) for kind, name, changes in operation.bad.values()),
+    ]
+    launched: list[None] = []
+    with _without_collection(), replaced_launches(lambda: launched.append(None)):
+        for kind, text, changes in refusals:
+            memory = torch.cuda.memory_allocated()
+            with pytest.raises(kind, match=text):
+                getattr(rawmla, call.function)(**{**good, **changes})
+            assert torch.cuda.memory_allocated() == memory, text
+            assert not launched, f"{text}: a refused call launched a kernel"
+    assert all(all_canaries(canaries) for canaries in outputs.values())
+    assert_results("the next call", call, call.run(), want)
+
+
+# ---- autograd
+
+
+@for_each("cases")
+def test_inputs_that_require_grad(operation: Operation, case: Any) -> None:
+    """A result without a graph would be a silent error while grad is enabled. The table names all arrays of
+    floating point.
+    """
+    call = operation.make(case)
+    want = call.run()
+    found = []
+    for name, value in call.arrays().items():
+        first = value[0] if isinstance(value, list) else value
+        if not first.is_floating_point():
             continue
-        with pytest.raises(TypeError, match=rf"^{name}\b.*{kind}"):
-            getattr(rawmla, call.function)(**{**good, name: change_one(value, change)})
+        found.append(name)
+        changes = {name: change_one(value, lambda x: x.detach().clone().requires_grad_(True))}
+        if name in operation.grads:
+            got = call.run(**changes)
+            assert got[0].requires_grad and got[1].requires_grad
+        else:
+            with pytest.raises(ValueError, match=rf"^{name}\b.*requires_grad"):
+                call.run(**changes)
+        for context in (torch.no_grad, torch.inference_mode):
+            with context():
+                assert_results(f"{name}, {context.__name__}", call, call.run(**changes), want)
+    assert sorted(found) == sorted(operation.floats(case))
+    assert_results("nothing requires grad", call, call.run(), want)

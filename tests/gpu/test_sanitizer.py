@@ -11,34 +11,25 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from gpu_support import as_pair, small_plans, torch, united_selections
+from gpu_support import small_plans, torch, united_selections
 
 import rawmla
 from kit import DenseCase, SparseCase
-from kit.flex import FlexCase
-from kit.mha import MhaCase, make_mha_inputs
+from kit.mha import MhaCase
 from kit.mha_backward import (
-    exact_results,
-    make_mha_gradients,
     reference_backward,
 )
 from kit.plans import write_plan
 from operations import Call, Operation, for_each
-from operations.dense import SMALL as SMALL_SEGMENTS
-from operations.dense import SMALL_SAME
 from operations.dense_backward import (
     BackwardCase,
-    BackwardInputs,
-    dense_backward_call,
     gradients_of_some,
     make_dense_backward_call,
 )
-from operations.flex_backward import make_flex_backward_call
 from operations.memory import fill_with_canaries
-from operations.mla_decode import make_dense_call
+from operations.mla_decode import as_pair, make_dense_call
 from operations.mla_prefill import BF16_512, PREFILL_KINDS, make_prefill_call
 from operations.mla_sparse import make_sparse_call
-from rawmla.flex import backward as flex_backward
 from rawmla.kernels.mha_backward_variants import Needs
 
 pytestmark = [pytest.mark.sanitizer, pytest.mark.full]  # other runs have larger cases of the same calls
@@ -168,55 +159,3 @@ def test_gradients_of_some(dims: tuple[int, int], needs: Needs) -> None:
             for one, other, needed in zip(got, want, needs, strict=False)
         )
     )
-
-
-PACKED = (
-    MhaCase(**SMALL_SAME, packed="qkv", d_qk=192, causal=True),
-    MhaCase(**SMALL_SAME, packed="qkv4"),
-    MhaCase(**SMALL_SEGMENTS, h_q=2, h_kv=1, packed="kv4", d_qk=256, d_v=256),
-    MhaCase(**SMALL_SAME, packed="qkv4", d_qk=64, d_v=64, dtype="float16"),
-)
-
-
-@pytest.mark.parametrize("case", PACKED, ids=lambda case: case.id)
-def test_gradients_of_packed_arrays(case: MhaCase) -> None:
-    """They are written into one array."""
-    inputs = make_mha_inputs(case, "cpu")
-    start = make_mha_gradients(inputs)
-    host = dense_backward_call(BackwardInputs(inputs, start, exact_results(inputs)), deterministic=False)
-    parts = torch.full_like(inputs.parts, float("nan")).cuda()
-    names = ("dq", "dk", "dv")[-3 if case.packed.startswith("qkv") else -2 :]
-    if case.packed.endswith("4"):
-        views = parts.unbind(1)
-    else:
-        views = parts.split([case.d_qk] * (len(names) - 1) + [case.d_v], dim=-1)
-    check_on_host(host, host.mapped(on_gpu).run(**dict(zip(names, views, strict=True))))
-    assert bool(parts.cpu().isfinite().all())
-
-
-@pytest.mark.parametrize(
-    "needs",
-    (
-        Needs(dq=True, dk=False, dv=False, others=False),
-        Needs(dq=False, dk=True, dv=True, others=False),
-        Needs(dq=False, dk=False, dv=False, others=True),
-    ),
-    ids=("dq", "dk and dv", "captured"),
-)
-def test_flex_gradients_of_some(needs: Needs) -> None:
-    """Each alone, beside others from calls of all."""
-    case = FlexCase(b=1, h_q=2, h_kv=2, s_q=70, s_k=140, mask="causal", score="head scale")
-    host = make_flex_backward_call(BackwardCase(case, "both"), "cpu")
-    call = host.mapped(on_gpu)
-    a = call.arguments
-    names = ("query", "key", "value", "out", "grad_out", "lse", "grad_lse")
-    dq, dk, dv, captured = flex_backward.gradients(
-        needs,
-        flex_backward.Arrays(*(a[name] for name in names)),
-        a["score_mod"],
-        a["block_mask"],
-        flex_backward.Options(None, a.get("enable_gqa", False), True),
-    )
-    got = (dq, dk, dv, captured["factor"])
-    assert tuple(x is not None for x in got) == needs
-    check_on_host(host, tuple(x if one is None else one for one, x in zip(got, call.run(), strict=True)))

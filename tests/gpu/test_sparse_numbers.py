@@ -1,32 +1,21 @@
 """Sparse decoding and prefill in numbers: sinks, scales, magnitudes, sharp rows, merged parts, logarithms."""
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
-from gpu_support import (
-    assert_same_bits,
-    prefill,
-    prefill_reference,
-    sparse_check,
-    sparse_decode,
-    sparse_reference,
-    torch,
-)
-from sparse_kinds import DECODE, PREFILL, Kind, for_kinds, named, slots_of
+from gpu_support import assert_same_bits, torch
+from sparse_kinds import DECODE, PREFILL, Kind, for_kinds, named
 
-import rawmla
 from kit import (
     SparseCase,
     SparseInputs,
     check_close,
     make_sparse_inputs,
-    out_tolerance,
     prefill_lse_tolerance,
-    prefill_out_tolerance,
 )
 from kit.sparse import block_fields
+from operations.mla_sparse import sparse_check, sparse_decode, sparse_reference
 
 SINKS = (-math.inf, -1e30, -80.0, 0.0, 3.0, 30.0, 1e30, math.inf)
 FP8_LAYOUTS = pytest.mark.parametrize("layout", ("v32", "model1"))
@@ -48,32 +37,11 @@ def test_sink_values(kind: Kind) -> None:
                 assert not bool(got[0].any())
 
 
-@for_kinds(DECODE)
-def test_softmax_scale(kind: Kind) -> None:
-    inputs = kind.make(b=3, s_q=2, topk=200, power_of_two_scales=True)
-    for scale in (1.0, 0.5, 1e-4):
-        kind.check(inputs, kind.run(inputs, scale), kind.reference(inputs, scale))
-
-
 @for_kinds()
 def test_sharp_softmax_rows(kind: Kind) -> None:
     """The running reference of the softmax is not the largest score."""
     for b in (5, 200):
         kind.checked(kind.make(b=b, s_k=3000, topk=2048, sharp=True, power_of_two_scales=True))
-
-
-@for_kinds(DECODE)
-def test_merged_parts_are_the_whole(kind: Kind) -> None:
-    """Keys dealt out to several calls, one of them without any, and merged."""
-    inputs = kind.make(b=4, s_q=2, s_k=1500, topk=1000, empty_rows=0.2)
-    for parts in (2, 8):
-        owner = torch.arange(1000, device="cuda") % parts
-        results = [
-            kind.run(replace(inputs, indices=inputs.indices.masked_fill(owner != part, -1)))
-            for part in range(parts + 1)
-        ]
-        outs, lses = (list(x) for x in zip(*results, strict=True))
-        kind.check(inputs, rawmla.merge_attn_states(outs, lses))
 
 
 # ---- scales of FP8 caches
@@ -111,21 +79,6 @@ def test_every_e4m3_code_and_odd_scales(h_q: int, layout: str) -> None:
     picked = torch.randint(7, (count, form.scales), generator=draw, device="cuda")
     rescale(inputs, choice[picked], codes)
     sparse_check(inputs, sparse_decode(inputs))
-
-
-@FP8_LAYOUTS
-def test_scales_of_zero(layout: str) -> None:
-    """Every value but the RoPE columns is 0, or as good as 0 with the least e8m0."""
-    inputs = make_sparse_inputs(SparseCase(b=2, h_q=16, topk=130, layout=layout, invalid=0.0))
-    least = 0.0 if layout == "v32" else 2.0**-127
-    shape = (len(named(inputs)), inputs.case.format.scales)
-    rescale(inputs, torch.full(shape, least, dtype=torch.float64, device="cuda"))
-    out, lse = sparse_decode(inputs)
-    want_out, want_lse = sparse_reference(inputs)
-    values = inputs.case.format.values
-    assert float(out[..., :values].abs().max()) < 1e-30
-    check_close("RoPE columns", out[..., values:512], want_out[..., values:], out_tolerance("bfloat16"))
-    assert float((lse - want_lse).abs().max()) < 1e-5
 
 
 def multiply(inputs: SparseInputs, exponent: int) -> None:
@@ -198,56 +151,3 @@ def test_natural_logarithms(kind: Kind) -> None:
         assert_same_bits("out", natural[0], base_2[0])
         for name, got, want in list(zip(kind.results, natural, kind.reference(inputs), strict=True))[1:]:
             check_close(name, got, want * math.log(2.0), prefill_lse_tolerance())
-
-
-@for_kinds([kind for kind in PREFILL if not kind.clusters])
-def test_prefill_is_decoding_with_a_request_per_token(kind: Kind) -> None:
-    inputs = kind.make(b=300, h_q=16, s_k=9000, topk=200, lengths="random", sink=True)
-    out, _, lse = prefill(inputs, log_base="e")
-    want_out, want_lse = sparse_decode(inputs)
-    assert_same_bits("out", out, want_out[:, 0])
-    assert_same_bits("lse", lse, want_lse[:, :, 0])
-
-
-@pytest.mark.parametrize(("layout", "h_q"), (("v32", 64), ("model1", 16), ("model1", 130)))
-def test_fp8_rows_that_are_selected_often(layout: str, h_q: int) -> None:
-    """They are attended as the bf16 rows that dequantising gives."""
-    kind = Kind(layout, h_q, {"layout": layout, "page_block_size": 61, "block_gap": 1}, prefill=True)
-    inputs = kind.make(b=300, s_k=700, topk=200, lengths="random", sink=True)
-    rows = rawmla.dequantize_k_cache(inputs.k_cache, layout).reshape(slots_of(inputs), 1, -1)
-    want = rawmla.flash_mla_sparse_fwd(
-        inputs.q[:, 0],
-        rows,
-        inputs.indices,
-        inputs.case.width**-0.5,
-        attn_sink=inputs.attn_sink,
-        topk_length=inputs.topk_length,
-    )
-    kind.assert_bits("of bf16 rows", kind.run(inputs), want)
-
-
-@for_kinds(PREFILL)
-@pytest.mark.parametrize("descending", (False, True), ids=("rising", "falling"))
-def test_scores_in_order(descending: bool, kind: Kind) -> None:
-    """The largest score is in the last block, or in the first."""
-    for b in (2, 200):
-        inputs = kind.make(b=b, s_k=700, topk=640, invalid=0.0, duplicates=0.0)
-        inputs.q = inputs.q[:1, :, :1].expand_as(inputs.q).contiguous()
-        slots = inputs.indices.unique()
-        one = replace(
-            inputs,
-            case=replace(inputs.case, b=len(slots), topk=1),
-            q=inputs.q[:1].expand(len(slots), -1, -1, -1),
-            indices=slots[:, None, None],
-        )
-        score = torch.zeros(slots_of(inputs), dtype=torch.float64, device="cuda")
-        score[slots.long()] = prefill_reference(one)[1][:, 0]
-        order = score[inputs.indices.long()].argsort(dim=2, descending=descending)
-        inputs.indices = inputs.indices.gather(2, order)
-        for scale in (None, 1.0, 4.0):
-            want = kind.reference(inputs, scale)
-            out, max_logits, lse = kind.run(inputs, scale)
-            size = 1.0 if scale is None else scale / inputs.case.width**-0.5
-            check_close("out", out, want[0], prefill_out_tolerance())
-            check_close("max_logits", max_logits, want[1], prefill_lse_tolerance(size))
-            check_close("lse", lse, want[2], prefill_lse_tolerance(size))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from full_cases import full_unless
-from gpu_support import call_arguments, sparse_arguments, torch
+from gpu_support import torch
 from operators import (
     CASES,
     Recorder,
@@ -29,6 +29,8 @@ from kit import DenseCase, SparseCase, make_dense_inputs, make_sparse_inputs
 from operations import Operation
 from operations.core import assert_results as assert_all_results
 from operations.core import assert_same_bits
+from operations.mla_decode import call_arguments
+from operations.mla_sparse import sparse_arguments
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own
 
