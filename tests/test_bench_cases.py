@@ -36,8 +36,6 @@ def test_names() -> None:
     assert [case.id for case in families.select("metadata-b4096|merge-p2-b1-")] == [
         *("metadata-b4096", "merge-p2-b1-h128-bfloat16")
     ]
-    rows = [{"case": names[5]}, {"case": "of another time"}, {"case": names[2]}]
-    assert families.known(rows) == [rows[2], rows[0]]
     for pattern in ("(", "no such case"):
         with pytest.raises(ValueError, match=r"expected a regular expression|no case matches"):
             families.select(pattern)
@@ -431,7 +429,7 @@ def test_a_row(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(row["beside"]) == {OURS, "theirs"} and row["beside"][OURS]["us"] == row["us"]
     assert row["beside"]["theirs"]["sustained_watts"] == 700 and list(row["not_compared"]) == ["failing"]
     assert ("deterministic_ratio" in row) == (kind == "backward")
-    assert {pair.way for pair in tables.pairs(row, [])} == set(tables.WAYS)
+    assert {pair.way for pair in tables.pairs(row, {})} == set(tables.WAYS)
 
 
 def test_calls_of_a_graph() -> None:

@@ -229,7 +229,7 @@ def test_only_figures_taken_alike_are_compared() -> None:
     assert tables.better(found, "rested") is None
     assert [pair.way for pair in tables.pairs({"case": SLOWER, "us": 1.0}, STORED)] == []
     beside = {"rawmla": {"us": 99.0, "sustained_us": 120.0}, "cuDNN": {"us": 110.0, "sustained_us": 108.0}}
-    found = tables.pairs(made_up_row(BESIDE, 100.0, beside=beside), [])
+    found = tables.pairs(made_up_row(BESIDE, 100.0, beside=beside), {})
     assert [(p.label, p.way, p.theirs, p.ours) for p in found] == [
         ("cuDNN beside", "rested", 110.0, 99.0),
         ("cuDNN beside", "sustained", 108.0, 120.0),
@@ -246,7 +246,7 @@ def test_speeds() -> None:
         made_up_row(BESIDE, 100.0, beside=beside),
         made_up_row(other, 100.0, beside=slow),
     ]
-    stored = [*STORED, tables.Stored("Another", BESIDE, 50.0)]
+    stored = {**STORED, BESIDE: {"Another": 50.0}}
     cells = tables.summary_cells(rows, stored)
     assert cells[1:] == [
         ["Dense decoding, MLA", "FlashAttention-3", "1", "0.90¹", "0.90¹", "-", "-"],

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from . import ROOT, record, tables
 from .cases import Row
-from .families import FAMILIES, known
+from .families import FAMILIES, table
 from .tables import Cells, markdown
 
 README = ROOT / "README.md"
@@ -76,7 +76,8 @@ def describe_machine(parts: Sequence[record.Part]) -> str:
 
 def bench_rows(parts: Sequence[record.Part]) -> list[Row]:
     """The benchmark's rows that count, in the order of the tables."""
-    return known(record.latest(parts, "bench"))
+    by_case = {row["case"]: row for row in record.latest(parts, "bench")}
+    return [by_case[name] for name in table() if name in by_case]
 
 
 def readme_section(parts: Sequence[record.Part]) -> str:
