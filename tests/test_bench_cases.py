@@ -430,12 +430,3 @@ def test_a_row(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert row["beside"]["theirs"]["sustained_watts"] == 700 and list(row["not_compared"]) == ["failing"]
     assert ("deterministic_ratio" in row) == (kind == "backward")
     assert {pair.way for pair in tables.pairs(row, {})} == set(tables.WAYS)
-
-
-def test_calls_of_a_graph() -> None:
-    for name, most, calls in (
-        ("mha-b32-s16-h16-d128-causal-bf16-fixed", measure.GRAPH_FLOPS, 10),
-        ("mha-b2-s8192-h16-d128-causal-bf16-fixed", measure.GRAPH_FLOPS_IN_TURNS, 2),
-        ("prefill-bf16d576-q4096-kv8192-h128-top2048", 1, 1),
-    ):
-        assert measure.calls_per_graph(named(name), most) == calls

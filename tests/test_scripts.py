@@ -426,44 +426,7 @@ def test_kernels_that_do_not_compile(
     assert "2 kernels compiled" in out
 
 
-def test_small_cases() -> None:
-    """Every family has one, but the plans that decoding makes; each is a command of the emulator."""
-    from tests.emulator.__main__ import case_of
-
-    without = [family.name for family in families.FAMILIES if not family.small]
-    assert without == ["plan of a decoding step"]
-    for family in families.FAMILIES:
-        if family.small:
-            name, *fields = shlex.split(family.small)
-            assert case_of(name, fields)
-
-
 # ---- tests and sanitizers
-
-
-JUNIT = """<testsuites><testsuite>
-<testcase classname="tests.gpu.test_a" name="test_one" file="tests/gpu/test_a.py" time="1.0"/>
-<testcase classname="tests.gpu.test_a" name="test_two" file="tests/gpu/test_a.py" time="1.0"><failure/>
-</testcase>
-<testcase classname="tests.gpu.test_a" name="test_four" file="tests/gpu/test_a.py" time="7.5"><error/>
-</testcase>
-<testcase classname="tests.test_b" name="test_b" file="tests/test_b.py"><skipped message="no GPU"/></testcase>
-<testcase classname="" name="tests.test_c"><error/></testcase>
-</testsuite></testsuites>"""
-
-
-def test_junit_counts() -> None:
-    found = check.parse_junit(JUNIT)
-    counts = {file: tuple(row[key] for key in record.COUNTS) for file, row in found.items()}
-    assert counts == {
-        "tests/gpu/test_a.py": (1, 2, 0),
-        "tests/test_b.py": (0, 0, 1),
-        "tests/test_c.py": (0, 1, 0),
-    }
-    row = found["tests/gpu/test_a.py"]
-    assert row["failures"] == ["tests.gpu.test_a::test_two", "tests.gpu.test_a::test_four"]
-    assert row["seconds"] == 9.5
-    assert found["tests/test_b.py"]["skip_reasons"] == {"no GPU": 1}
 
 
 def small_tree(root: Path, monkeypatch: pytest.MonkeyPatch, **files: str) -> None:
@@ -573,23 +536,6 @@ def test_the_sanitizer_gets_every_case() -> None:
     assert answer.returncode == 0, answer.stdout + answer.stderr
     found = {line.partition("::")[0] for line in answer.stdout.splitlines() if "::" in line}
     assert found == set(check.files_with_marker("sanitizer"))
-
-
-def test_sanitizer_verdicts() -> None:
-    for output, errors in (
-        ("========= ERROR SUMMARY: 0 errors", 0),
-        ("========= ERROR SUMMARY: 1 error", 1),
-        ("========= RACECHECK SUMMARY: 3 hazards displayed (3 errors, 0 warnings)", 3),
-        ("no summary", None),
-    ):
-        assert check.sanitizer_errors(output) == errors
-
-    def part(passed: int, status: int = 0, failed: int = 0) -> Any:
-        return {"a.py": file_row("a.py", passed, failed)}, status, "ERROR SUMMARY: 0 errors"
-
-    assert check.sanitizer_verdict([part(1), part(2)])["clean"]
-    for bad in (part(0), part(0, 5), part(1, 1, 1), ({}, 0, "ERROR SUMMARY: 0 errors")):
-        assert not check.sanitizer_verdict([part(1), bad])["clean"]
 
 
 # ---- tests/conftest.py

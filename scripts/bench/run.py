@@ -52,7 +52,9 @@ def compile_kernels() -> list[str]:
     from .emulated import compile_specs
 
     problems = [kernel for kernel in compile_specs(all_specs()) if "problem" in kernel]
-    return [f"does not compile: {kernel['label']}: {kernel['problem']}" for kernel in problems]
+    return [
+        f"does not compile: {kernel['label']}: {kernel['problem'].splitlines()[0]}" for kernel in problems
+    ]
 
 
 def measure(options: argparse.Namespace, part: dict[str, Any], save: Callable[[], None]) -> bool:
@@ -78,13 +80,13 @@ def measure(options: argparse.Namespace, part: dict[str, Any], save: Callable[[]
     for number, case in enumerate(options.chosen, 1):
         family = family_of(case.id)
         try:
+            torch.cuda.empty_cache()
             rows.append(family.measure(case, family.rounds, replays, seconds))
             said = f"{rows[-1]['us']:8.1f} µs  {case.id}"
         except Exception as error:  # whatever went wrong, the other cases are still worth their time
             rows.append({"case": case.id, "error": one_line(error)})
             part["errors"].append(f"{case.id}: {one_line(error)}")
             said = f"FAILED  {part['errors'][-1]}"
-        torch.cuda.empty_cache()
         add_shares(rows, part["ceilings"])
         save()
         elapsed = time.monotonic() - begin

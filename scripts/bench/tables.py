@@ -101,7 +101,7 @@ def pairs(row: Row, stored: Stored) -> list[Pair]:
 
 
 def better(found: Iterable[Pair], way: str) -> Pair | None:
-    """The pair with the fastest other library; None where nothing was taken that way."""
+    """The pair with the fastest other library, if any was taken that way."""
     return min((pair for pair in found if pair.way == way), key=lambda pair: pair.ratio, default=None)
 
 
