@@ -308,30 +308,6 @@ def test_libraries_beside(monkeypatch: pytest.MonkeyPatch) -> None:
             other.cudnn(other.make_inputs("cpu"))
 
 
-def test_torch_flex_beside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It gets the case's functions and a mask of its own, and its result is checked."""
-    on_host(monkeypatch)
-    import torch.nn.attention.flex_attention as module
-
-    case = named(f"{FLEX}-window7-softcap")
-    assert list(case.prepare().peers) == ["torch's Triton", "torch's FLASH"]
-    for other in ("causal-bias", "prefix4", "causal-cuda", "causal-block64", "causal-lse-max"):
-        assert not named(f"{FLEX}-{other}").peers(lambda make: make(None)), other
-    times = 1.0
-    monkeypatch.setattr(module, "create_block_mask", lambda mask, *args, **options: mask)
-    monkeypatch.setattr(
-        torch, "compile", lambda function, **_: lambda *a, **options: times * flex_forward(*a)
-    )
-    inputs = case.make_inputs("cpu")
-    case.torch_flex(inputs, None)(0)
-    monkeypatch.setitem(sys.modules, "flash_attn.cute", None)
-    with pytest.raises(ImportError):
-        case.torch_flex(inputs, {"BACKEND": "FLASH"})
-    times = 1.02
-    with pytest.raises(AssertionError, match="has a relative error"):
-        case.torch_flex(inputs, None)
-
-
 def test_a_block_mask_is_checked() -> None:
     case = named("flex-block-mask-causal-s512")
     blocks = torch.ones(4, 4, dtype=torch.int32).tril()

@@ -368,17 +368,6 @@ def test_what_is_compiled_ahead(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     with ahead.compiled_ahead(families.select(BESIDE)):
         pass
     assert not begun, "a single case compiles as it runs"
-    made: list[str] = []
-
-    def missing() -> Any:
-        raise ImportError
-
-    ready = types.SimpleNamespace(peers={"a": missing, "b": lambda: lambda _: made.append("b")})
-    case = types.SimpleNamespace(prepare=lambda: ready)
-    bad = types.SimpleNamespace(prepare=lambda: 1 / 0)
-    monkeypatch.setattr(families, "table", lambda: {"good": (None, case), "bad": (None, bad)})
-    ahead.compile_cases(["bad", "good"])
-    assert made == ["b"] and "not compiled ahead: bad" in capsys.readouterr().err
 
 
 def test_the_benchmark_without_a_gpu(
@@ -688,29 +677,6 @@ def test_what_runs_again_is_kept_beside_the_first_result(
         "- `metadata-b1`: first RuntimeError, then 2.0 µs",
     ):
         assert line in page.splitlines()
-
-
-def test_a_whole_record(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """From several machines' files; every part says its machine, and an interrupted one that it is."""
-    monkeypatch.setattr(check, "test_files", lambda: ["tests/test_a.py"])
-    parts = [
-        made_up_part("bench", made_up_rows(), ended=False),
-        made_up_part("tests", [file_row("tests/test_a.py", 1)], {"gpus": 2}),
-        made_up_part("sanitizer", [{"tool": tool, "clean": True} for tool in check.SANITIZER_TOOLS]),
-    ]
-    for number, part in enumerate(parts):
-        record.write([part], tmp_path / f"{number}.json")
-    names = [str(path) for path in sorted(tmp_path.iterdir())]
-    merged = tmp_path / "merged.json"
-    assert check.main(["--merge", *names, "--record", str(merged)]) == 0
-    assert capsys.readouterr().out == "3 parts: whole and good\n"
-    headings, *rows = pages.parts_cells(record.read(merged))
-    shown = [dict(zip(headings, row, strict=True)) for row in rows]
-    assert [one["seconds"] for one in shown] == ["did not end", "5", "5"]
-    assert [one["gpus"] for one in shown] == ["1", "2", "1"]
-    assert shown[0]["options"] == "bench_args --replays 7"
 
 
 def test_a_call_of_every_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

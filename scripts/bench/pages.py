@@ -56,7 +56,14 @@ def parts_cells(parts: Sequence[record.Part]) -> Cells:
     cells = [["run of", "begun", "results", "seconds", *machine, "options"]]
     for part in parts:
         seconds = part["seconds"] if part["ended"] else "did not end"
-        options = "; ".join(f"{name} {value}" for name, value in part["options"].items() if value) or "-"
+        options = (
+            "; ".join(
+                f"{name} {value}"
+                for name in record.OPTIONS[part["stage"]]
+                if (value := part["options"][name])
+            )
+            or "-"
+        )
         values = part["stage"], part["begin"], len(part["rows"]), seconds
         cells.append([*map(str, values), *(str(part["machine"][name]) for name in machine), options])
     return cells

@@ -51,10 +51,8 @@ def compile_kernels() -> list[str]:
 
     from .emulated import compile_specs
 
-    problems = [kernel for kernel in compile_specs(all_specs()) if "problem" in kernel]
-    return [
-        f"does not compile: {kernel['label']}: {kernel['problem'].splitlines()[0]}" for kernel in problems
-    ]
+    problems = (kernel["problem"] for kernel in compile_specs(all_specs()) if "problem" in kernel)
+    return [f"does not compile: {problem.splitlines()[0]}" for problem in problems]
 
 
 def measure(options: argparse.Namespace, part: dict[str, Any], save: Callable[[], None]) -> bool:

@@ -22,16 +22,14 @@ PEERS = ROOT / "docs" / "peers-h200.json"
 WAYS = {"rested": "us", "no rests": "unrested_us", "sustained": "sustained_us"}
 """How a figure was taken -> the field of a row that holds it (docs/benchmark.md)."""
 
-STORED_WAY = "no rests"
-"""How stored times of other libraries were taken."""
+STORED_WAY = "no rests"  # how stored times were taken
 
 Stored = dict[str, dict[str, float]]
 """Stored times by case and library."""
 Cells = list[list[str]]
 """A table: the headings, then the rows."""
 EMPTY = "-"
-WIDTH = 120
-"""Of tables for the terminal, in columns."""
+WIDTH = 120  # of tables for the terminal
 
 NOTE = (
     "A ratio is the other library's time over rawmla's, taken the same way: above 1 rawmla is faster. "
