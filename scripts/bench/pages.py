@@ -22,15 +22,10 @@ WHAT_IS_SHOWN = (
 )
 
 
-def count(rows: Sequence[Row]) -> dict[str, int]:
-    """Passed, failed and skipped of some files or tools together."""
-    return {key: sum(row[key] for row in rows) for key in record.COUNTS}
-
-
 def describe_tests(parts: Sequence[record.Part]) -> str:
     """What tests and sanitizer found, in the results that count, and how many results do not."""
     rows = record.latest(parts, "tests")
-    counts = ", ".join(f"{number:,} {key}" for key, number in count(rows).items())
+    counts = ", ".join(f"{sum(row[key] for row in rows):,} {key}" for key in record.COUNTS)
     sentences = [f"Tests there: {counts if rows else 'not run'}"]
     for verdict in ("clean", "not clean"):
         found = record.latest(parts, "sanitizer")
@@ -56,14 +51,8 @@ def parts_cells(parts: Sequence[record.Part]) -> Cells:
     cells = [["run of", "begun", "results", "seconds", *machine, "options"]]
     for part in parts:
         seconds = part["seconds"] if part["ended"] else "did not end"
-        options = (
-            "; ".join(
-                f"{name} {value}"
-                for name in record.OPTIONS[part["stage"]]
-                if (value := part["options"][name])
-            )
-            or "-"
-        )
+        given = ((name, part["options"].get(name)) for name in record.OPTIONS[part["stage"]])
+        options = "; ".join(f"{name} {value}" for name, value in given if value) or "-"
         values = part["stage"], part["begin"], len(part["rows"]), seconds
         cells.append([*map(str, values), *(str(part["machine"][name]) for name in machine), options])
     return cells
