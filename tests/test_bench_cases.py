@@ -36,8 +36,6 @@ def test_names() -> None:
     assert [case.id for case in families.select("metadata-b4096|merge-p2-b1-")] == [
         *("metadata-b4096", "merge-p2-b1-h128-bfloat16")
     ]
-    rows = [{"case": names[5]}, {"case": "of another time"}, {"case": names[2]}]
-    assert families.known(rows) == [rows[2], rows[0]]
     for pattern in ("(", "no such case"):
         with pytest.raises(ValueError, match=r"expected a regular expression|no case matches"):
             families.select(pattern)
@@ -310,30 +308,6 @@ def test_libraries_beside(monkeypatch: pytest.MonkeyPatch) -> None:
             other.cudnn(other.make_inputs("cpu"))
 
 
-def test_torch_flex_beside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It gets the case's functions and a mask of its own, and its result is checked."""
-    on_host(monkeypatch)
-    import torch.nn.attention.flex_attention as module
-
-    case = named(f"{FLEX}-window7-softcap")
-    assert list(case.prepare().peers) == ["torch's Triton", "torch's FLASH"]
-    for other in ("causal-bias", "prefix4", "causal-cuda", "causal-block64", "causal-lse-max"):
-        assert not named(f"{FLEX}-{other}").peers(lambda make: make(None)), other
-    times = 1.0
-    monkeypatch.setattr(module, "create_block_mask", lambda mask, *args, **options: mask)
-    monkeypatch.setattr(
-        torch, "compile", lambda function, **_: lambda *a, **options: times * flex_forward(*a)
-    )
-    inputs = case.make_inputs("cpu")
-    case.torch_flex(inputs, None)(0)
-    monkeypatch.setitem(sys.modules, "flash_attn.cute", None)
-    with pytest.raises(ImportError):
-        case.torch_flex(inputs, {"BACKEND": "FLASH"})
-    times = 1.02
-    with pytest.raises(AssertionError, match="has a relative error"):
-        case.torch_flex(inputs, None)
-
-
 def test_a_block_mask_is_checked() -> None:
     case = named("flex-block-mask-causal-s512")
     blocks = torch.ones(4, 4, dtype=torch.int32).tril()
@@ -431,13 +405,4 @@ def test_a_row(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(row["beside"]) == {OURS, "theirs"} and row["beside"][OURS]["us"] == row["us"]
     assert row["beside"]["theirs"]["sustained_watts"] == 700 and list(row["not_compared"]) == ["failing"]
     assert ("deterministic_ratio" in row) == (kind == "backward")
-    assert {pair.way for pair in tables.pairs(row, [])} == set(tables.WAYS)
-
-
-def test_calls_of_a_graph() -> None:
-    for name, most, calls in (
-        ("mha-b32-s16-h16-d128-causal-bf16-fixed", measure.GRAPH_FLOPS, 10),
-        ("mha-b2-s8192-h16-d128-causal-bf16-fixed", measure.GRAPH_FLOPS_IN_TURNS, 2),
-        ("prefill-bf16d576-q4096-kv8192-h128-top2048", 1, 1),
-    ):
-        assert measure.calls_per_graph(named(name), most) == calls
+    assert {pair.way for pair in tables.pairs(row, {})} == set(tables.WAYS)

@@ -229,7 +229,7 @@ def test_only_figures_taken_alike_are_compared() -> None:
     assert tables.better(found, "rested") is None
     assert [pair.way for pair in tables.pairs({"case": SLOWER, "us": 1.0}, STORED)] == []
     beside = {"rawmla": {"us": 99.0, "sustained_us": 120.0}, "cuDNN": {"us": 110.0, "sustained_us": 108.0}}
-    found = tables.pairs(made_up_row(BESIDE, 100.0, beside=beside), [])
+    found = tables.pairs(made_up_row(BESIDE, 100.0, beside=beside), {})
     assert [(p.label, p.way, p.theirs, p.ours) for p in found] == [
         ("cuDNN beside", "rested", 110.0, 99.0),
         ("cuDNN beside", "sustained", 108.0, 120.0),
@@ -246,7 +246,7 @@ def test_speeds() -> None:
         made_up_row(BESIDE, 100.0, beside=beside),
         made_up_row(other, 100.0, beside=slow),
     ]
-    stored = [*STORED, tables.Stored("Another", BESIDE, 50.0)]
+    stored = {**STORED, BESIDE: {"Another": 50.0}}
     cells = tables.summary_cells(rows, stored)
     assert cells[1:] == [
         ["Dense decoding, MLA", "FlashAttention-3", "1", "0.90¹", "0.90¹", "-", "-"],
@@ -368,17 +368,6 @@ def test_what_is_compiled_ahead(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     with ahead.compiled_ahead(families.select(BESIDE)):
         pass
     assert not begun, "a single case compiles as it runs"
-    made: list[str] = []
-
-    def missing() -> Any:
-        raise ImportError
-
-    ready = types.SimpleNamespace(peers={"a": missing, "b": lambda: lambda _: made.append("b")})
-    case = types.SimpleNamespace(prepare=lambda: ready)
-    bad = types.SimpleNamespace(prepare=lambda: 1 / 0)
-    monkeypatch.setattr(families, "table", lambda: {"good": (None, case), "bad": (None, bad)})
-    ahead.compile_cases(["bad", "good"])
-    assert made == ["b"] and "not compiled ahead: bad" in capsys.readouterr().err
 
 
 def test_the_benchmark_without_a_gpu(
@@ -426,44 +415,7 @@ def test_kernels_that_do_not_compile(
     assert "2 kernels compiled" in out
 
 
-def test_small_cases() -> None:
-    """Every family has one, but the plans that decoding makes; each is a command of the emulator."""
-    from tests.emulator.__main__ import case_of
-
-    without = [family.name for family in families.FAMILIES if not family.small]
-    assert without == ["plan of a decoding step"]
-    for family in families.FAMILIES:
-        if family.small:
-            name, *fields = shlex.split(family.small)
-            assert case_of(name, fields)
-
-
 # ---- tests and sanitizers
-
-
-JUNIT = """<testsuites><testsuite>
-<testcase classname="tests.gpu.test_a" name="test_one" file="tests/gpu/test_a.py" time="1.0"/>
-<testcase classname="tests.gpu.test_a" name="test_two" file="tests/gpu/test_a.py" time="1.0"><failure/>
-</testcase>
-<testcase classname="tests.gpu.test_a" name="test_four" file="tests/gpu/test_a.py" time="7.5"><error/>
-</testcase>
-<testcase classname="tests.test_b" name="test_b" file="tests/test_b.py"><skipped message="no GPU"/></testcase>
-<testcase classname="" name="tests.test_c"><error/></testcase>
-</testsuite></testsuites>"""
-
-
-def test_junit_counts() -> None:
-    found = check.parse_junit(JUNIT)
-    counts = {file: tuple(row[key] for key in record.COUNTS) for file, row in found.items()}
-    assert counts == {
-        "tests/gpu/test_a.py": (1, 2, 0),
-        "tests/test_b.py": (0, 0, 1),
-        "tests/test_c.py": (0, 1, 0),
-    }
-    row = found["tests/gpu/test_a.py"]
-    assert row["failures"] == ["tests.gpu.test_a::test_two", "tests.gpu.test_a::test_four"]
-    assert row["seconds"] == 9.5
-    assert found["tests/test_b.py"]["skip_reasons"] == {"no GPU": 1}
 
 
 def small_tree(root: Path, monkeypatch: pytest.MonkeyPatch, **files: str) -> None:
@@ -573,23 +525,6 @@ def test_the_sanitizer_gets_every_case() -> None:
     assert answer.returncode == 0, answer.stdout + answer.stderr
     found = {line.partition("::")[0] for line in answer.stdout.splitlines() if "::" in line}
     assert found == set(check.files_with_marker("sanitizer"))
-
-
-def test_sanitizer_verdicts() -> None:
-    for output, errors in (
-        ("========= ERROR SUMMARY: 0 errors", 0),
-        ("========= ERROR SUMMARY: 1 error", 1),
-        ("========= RACECHECK SUMMARY: 3 hazards displayed (3 errors, 0 warnings)", 3),
-        ("no summary", None),
-    ):
-        assert check.sanitizer_errors(output) == errors
-
-    def part(passed: int, status: int = 0, failed: int = 0) -> Any:
-        return {"a.py": file_row("a.py", passed, failed)}, status, "ERROR SUMMARY: 0 errors"
-
-    assert check.sanitizer_verdict([part(1), part(2)])["clean"]
-    for bad in (part(0), part(0, 5), part(1, 1, 1), ({}, 0, "ERROR SUMMARY: 0 errors")):
-        assert not check.sanitizer_verdict([part(1), bad])["clean"]
 
 
 # ---- tests/conftest.py
@@ -742,29 +677,6 @@ def test_what_runs_again_is_kept_beside_the_first_result(
         "- `metadata-b1`: first RuntimeError, then 2.0 µs",
     ):
         assert line in page.splitlines()
-
-
-def test_a_whole_record(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """From several machines' files; every part says its machine, and an interrupted one that it is."""
-    monkeypatch.setattr(check, "test_files", lambda: ["tests/test_a.py"])
-    parts = [
-        made_up_part("bench", made_up_rows(), ended=False),
-        made_up_part("tests", [file_row("tests/test_a.py", 1)], {"gpus": 2}),
-        made_up_part("sanitizer", [{"tool": tool, "clean": True} for tool in check.SANITIZER_TOOLS]),
-    ]
-    for number, part in enumerate(parts):
-        record.write([part], tmp_path / f"{number}.json")
-    names = [str(path) for path in sorted(tmp_path.iterdir())]
-    merged = tmp_path / "merged.json"
-    assert check.main(["--merge", *names, "--record", str(merged)]) == 0
-    assert capsys.readouterr().out == "3 parts: whole and good\n"
-    headings, *rows = pages.parts_cells(record.read(merged))
-    shown = [dict(zip(headings, row, strict=True)) for row in rows]
-    assert [one["seconds"] for one in shown] == ["did not end", "5", "5"]
-    assert [one["gpus"] for one in shown] == ["1", "2", "1"]
-    assert shown[0]["options"] == "bench_args --replays 7"
 
 
 def test_a_call_of_every_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,8 +35,7 @@ STAGES = ("bench", "tests", "sanitizer")
 SANITIZER_TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 MEASURING_TESTS = r"host_time"
 """Names of the test files that measure time: they run with no other test beside them."""
-SANITIZER_ERROR = 86
-"""Exit status that compute-sanitizer gives when it finds something."""
+SANITIZER_ERROR = 86  # exit status that compute-sanitizer gives when it finds something
 SANITIZER_PORT, SANITIZER_PORTS = 49152, 16
 """The first of the ports by which compute-sanitizer and the process that it watches find each other, and how
 many each has for itself: it tries ten, which are too few for all of them together.
@@ -44,8 +43,7 @@ many each has for itself: it tries ten, which are too few for all of them togeth
 SANITIZER_PATIENCE = ("--launch-timeout", "300")
 """For imports of many processes at once, before their first call of CUDA: a minute by default."""
 CORES = os.cpu_count() or 1
-SANITIZER_PARTS = max(1, min(4, CORES // len(SANITIZER_TOOLS)))
-"""Parts of the cases, each in a process, that every tool watches."""
+SANITIZER_PARTS = max(1, min(4, CORES // len(SANITIZER_TOOLS)))  # each in a process, for every tool
 PROCESSES = max(1, min(15, CORES - 1))
 """Processes of pytest-xdist. With more, a test would have too small a share of the GPU's memory."""
 TOGETHER = f"-n {PROCESSES} --dist load --maxschedchunk 4" if importlib.util.find_spec("xdist") else ""

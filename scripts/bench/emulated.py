@@ -17,8 +17,7 @@ from .cases import one_line
 from .families import Family
 from .tables import EMPTY, Cells, fitted
 
-FOLDER = ROOT / "build" / "emulator"
-"""Where the emulator keeps the kernels that g++ compiles."""
+FOLDER = ROOT / "build" / "emulator"  # of what g++ compiles
 
 Kernel = dict[str, Any]
 
@@ -102,8 +101,7 @@ def run(reason: str, families: Sequence[Family]) -> int:
     headings = ["family", "error", "kernel", "registers", "spill B", "shared B"]
     print(fitted([headings, *(row for result in results for row in cells_of(*result))], (0, 2)))
     if not missing:
-        print("error: L2 norm of the difference from the float64 reference, over the norm of the reference.")
-        print("One case again, or with other numbers: python -m tests.emulator CASE")
+        print("error: L2 norm of the difference from the float64 reference, over the reference's.")
     found = {kernel["label"]: kernel for _, _, own in results for kernel in own}
     problems += [kernel["problem"] for kernel in found.values() if "problem" in kernel]
     for problem in problems:

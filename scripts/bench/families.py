@@ -2,7 +2,7 @@
 
 import itertools
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 
@@ -224,9 +224,3 @@ def select(pattern: str | None) -> list[Case]:
     if not chosen:
         raise ValueError(f"no case matches {pattern!r} (--list prints their names)")
     return chosen
-
-
-def known(rows: Iterable[Row]) -> list[Row]:
-    """The rows whose case this benchmark still has, in the order of the tables."""
-    by_case = {row.get("case"): row for row in rows}
-    return [by_case[name] for name in table() if name in by_case]

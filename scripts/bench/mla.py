@@ -42,19 +42,6 @@ def rotated_sets(case: Case, l2: int | None = None) -> int:
     return min(MAX_ROTATED_SETS, -(-COLD_L2_FACTOR * l2 // case.bytes_moved()) + 1)
 
 
-def _flash_mla() -> Any:
-    import flash_mla
-
-    if "rawmla" in getattr(flash_mla, "__version__", ""):
-        raise ImportError("flash_mla is rawmla itself here")
-    return flash_mla
-
-
-def _padded(q: Any) -> Any:
-    """FlashMLA's sparse kernels have 64 and 128 heads; the caller pads."""
-    return torch.nn.functional.pad(q, (0, 0, 0, -q.shape[-2] % 64))
-
-
 def _time_plan(replays: int, *arguments: Any, invariant: bool = False) -> float:
     """Microseconds of one metadata kernel."""
     plan = rawmla.get_mla_metadata(*arguments, enable_batch_invariant=invariant)
@@ -69,13 +56,12 @@ def _prepare(case: "DecodeCase | SparseCase") -> Prepared:
     """A case of decoding with its plan, which is timed too."""
     sets = rotated_sets(case)
     inputs = case.make_inputs(sets)
-    call = case.calls(rawmla, inputs)
+    call = case.calls(inputs)
 
     def more(replays: int) -> Row:
         return {"meta_us": _time_plan(replays, *case.plan_arguments(inputs), invariant=case.invariant)}
 
-    peers = {"FlashMLA": lambda: case.calls(_flash_mla(), inputs)}
-    return Prepared(call, case.check(inputs, call(0)[0]), sets, peers=peers, more=more)
+    return Prepared(call, case.check(inputs, call(0)[0]), sets, more=more)
 
 
 @dataclass(eq=False)
@@ -148,13 +134,14 @@ class DecodeCase(Case):
     def plan_arguments(self, inputs: Arrays) -> tuple[Any, ...]:
         return inputs.cache_seqlens, self.s_q * self.h_q, 1, self.h_q
 
-    def calls(self, module: Any, inputs: Arrays) -> Call:
-        ours = {"enable_batch_invariant": self.invariant} if module is rawmla else {}
-        plan = module.get_mla_metadata(*self.plan_arguments(inputs)[: 4 if ours else 3], **ours)
+    def calls(self, inputs: Arrays) -> Call:
+        """Calls by the number of a set of pages."""
+        ours = {"enable_batch_invariant": self.invariant}
+        plan = rawmla.get_mla_metadata(*self.plan_arguments(inputs), **ours)
 
         def call(table: int) -> Any:
             arguments = inputs.q, inputs.k_cache, inputs.block_tables[table], inputs.cache_seqlens, D_V
-            return module.flash_mla_with_kvcache(*arguments, *plan, causal=self.causal, **ours)
+            return rawmla.flash_mla_with_kvcache(*arguments, *plan, causal=self.causal, **ours)
 
         return call
 
@@ -280,15 +267,14 @@ class SparseCase(Case):
         slots = 64 * (-(-self.topk // 64) + -(-self.extra_topk // 64))
         return requests, self.s_q * self.h_q, 1, self.h_q, self.layout != "bf16", slots
 
-    def calls(self, module: Any, inputs: Arrays) -> Call:
-        ours = {"enable_batch_invariant": self.invariant} if module is rawmla else {}
-        plan, _ = module.get_mla_metadata(**ours)
-        q = inputs.q if ours else _padded(inputs.q)
+    def calls(self, inputs: Arrays) -> Call:
+        """Calls by the number of a set of pages."""
+        plan, _ = rawmla.get_mla_metadata(enable_batch_invariant=self.invariant)
 
         def call(number: int) -> Any:
             indices, extra_indices = inputs.index_sets[number]
-            return module.flash_mla_with_kvcache(
-                *(q, inputs.k_cache, None, None, D_V, plan, None),
+            return rawmla.flash_mla_with_kvcache(
+                *(inputs.q, inputs.k_cache, None, None, D_V, plan, None),
                 is_fp8_kvcache=self.layout != "bf16",
                 indices=indices,
                 extra_k_cache=inputs.extra_k_cache,
@@ -380,14 +366,7 @@ class PrefillCase(Case):
                 enable_batch_invariant=self.invariant,
             )[0]
 
-        def flash_mla() -> Call:
-            module, q = _flash_mla(), _padded(inputs.q)
-            kv, indices = inputs.kv_sets[0], inputs.indices
-            return lambda _: module.flash_mla_sparse_fwd(q, kv, indices, self.d_qk**-0.5)
-
-        error = self.check(inputs, call(0))
-        # No other library has prefill from an FP8 cache.
-        return Prepared(call, error, sets, peers={"FlashMLA": flash_mla} if self.layout == "bf16" else {})
+        return Prepared(call, self.check(inputs, call(0)), sets)
 
 
 @dataclass(eq=False)

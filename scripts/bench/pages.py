@@ -8,7 +8,7 @@ from pathlib import Path
 
 from . import ROOT, record, tables
 from .cases import Row
-from .families import FAMILIES, known
+from .families import FAMILIES, table
 from .tables import Cells, markdown
 
 README = ROOT / "README.md"
@@ -22,15 +22,10 @@ WHAT_IS_SHOWN = (
 )
 
 
-def count(rows: Sequence[Row]) -> dict[str, int]:
-    """Passed, failed and skipped of some files or tools together."""
-    return {key: sum(row[key] for row in rows) for key in record.COUNTS}
-
-
 def describe_tests(parts: Sequence[record.Part]) -> str:
     """What tests and sanitizer found, in the results that count, and how many results do not."""
     rows = record.latest(parts, "tests")
-    counts = ", ".join(f"{number:,} {key}" for key, number in count(rows).items())
+    counts = ", ".join(f"{sum(row[key] for row in rows):,} {key}" for key in record.COUNTS)
     sentences = [f"Tests there: {counts if rows else 'not run'}"]
     for verdict in ("clean", "not clean"):
         found = record.latest(parts, "sanitizer")
@@ -56,7 +51,8 @@ def parts_cells(parts: Sequence[record.Part]) -> Cells:
     cells = [["run of", "begun", "results", "seconds", *machine, "options"]]
     for part in parts:
         seconds = part["seconds"] if part["ended"] else "did not end"
-        options = "; ".join(f"{name} {value}" for name, value in part["options"].items() if value) or "-"
+        given = ((name, part["options"].get(name)) for name in record.OPTIONS[part["stage"]])
+        options = "; ".join(f"{name} {value}" for name, value in given if value) or "-"
         values = part["stage"], part["begin"], len(part["rows"]), seconds
         cells.append([*map(str, values), *(str(part["machine"][name]) for name in machine), options])
     return cells
@@ -76,7 +72,8 @@ def describe_machine(parts: Sequence[record.Part]) -> str:
 
 def bench_rows(parts: Sequence[record.Part]) -> list[Row]:
     """The benchmark's rows that count, in the order of the tables."""
-    return known(record.latest(parts, "bench"))
+    by_case = {row["case"]: row for row in record.latest(parts, "bench")}
+    return [by_case[name] for name in table() if name in by_case]
 
 
 def readme_section(parts: Sequence[record.Part]) -> str:

@@ -16,10 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from .cases import Case
+from typing import Any
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -54,37 +51,22 @@ def compile_kernels() -> list[str]:
 
     from .emulated import compile_specs
 
-    problems = [kernel for kernel in compile_specs(all_specs()) if "problem" in kernel]
-    for kernel in problems:
-        print(f"DOES NOT COMPILE: {kernel['problem']}", flush=True)
-    return [f"does not compile: {kernel['label']}" for kernel in problems]
-
-
-def time_case(case: Case, replays: int, seconds: float) -> dict[str, Any]:
-    """The row of a case; of one that fails a row with its `error`."""
-    import torch
-
-    from .cases import one_line
-    from .families import family_of
-
-    family = family_of(case.id)
-    try:
-        row = family.measure(case, family.rounds, replays, seconds)
-        torch.cuda.empty_cache()
-        return row
-    except Exception as error:  # whatever went wrong, the other cases are still worth their time
-        return {"case": case.id, "error": one_line(error)}
+    problems = (kernel["problem"] for kernel in compile_specs(all_specs()) if "problem" in kernel)
+    return [f"does not compile: {problem.splitlines()[0]}" for problem in problems]
 
 
 def measure(options: argparse.Namespace, part: dict[str, Any], save: Callable[[], None]) -> bool:
-    """Compile, then measure ceilings, cases and ceilings again into a part of a record, which is
-    saved after each. True when nothing failed.
+    """Compile, then measure ceilings, cases and ceilings again into a part of a record, which is saved after
+    each. True when nothing failed.
 
     What fails is one line of `part["errors"]`, and the rest goes on. Only without the first ceilings, which
     need no kernel of rawmla, nothing is measured.
     """
+    import torch
+
     from .ahead import compiled_ahead
     from .cases import one_line
+    from .families import family_of
     from .measure import measure_ceilings
     from .tables import add_shares
 
@@ -94,11 +76,15 @@ def measure(options: argparse.Namespace, part: dict[str, Any], save: Callable[[]
     part |= {"replays": replays, "sustain_seconds": seconds, "ceilings": [measure_ceilings(replays)]}
     rows, begin = part["rows"], time.monotonic()
     for number, case in enumerate(options.chosen, 1):
-        row = time_case(case, replays, seconds)
-        rows.append(row)
-        said = f"{row['us']:8.1f} µs  {case.id}" if "us" in row else f"FAILED  {case.id}: {row['error']}"
-        if "error" in row:
-            part["errors"].append(f"{case.id}: {row['error']}")
+        family = family_of(case.id)
+        try:
+            torch.cuda.empty_cache()
+            rows.append(family.measure(case, family.rounds, replays, seconds))
+            said = f"{rows[-1]['us']:8.1f} µs  {case.id}"
+        except Exception as error:  # whatever went wrong, the other cases are still worth their time
+            rows.append({"case": case.id, "error": one_line(error)})
+            part["errors"].append(f"{case.id}: {one_line(error)}")
+            said = f"FAILED  {part['errors'][-1]}"
         add_shares(rows, part["ceilings"])
         save()
         elapsed = time.monotonic() - begin

@@ -22,14 +22,14 @@ PEERS = ROOT / "docs" / "peers-h200.json"
 WAYS = {"rested": "us", "no rests": "unrested_us", "sustained": "sustained_us"}
 """How a figure was taken -> the field of a row that holds it (docs/benchmark.md)."""
 
-STORED_WAY = "no rests"
-"""How stored times of other libraries were taken."""
+STORED_WAY = "no rests"  # how stored times were taken
 
+Stored = dict[str, dict[str, float]]
+"""Stored times by case and library."""
 Cells = list[list[str]]
 """A table: the headings, then the rows."""
 EMPTY = "-"
-WIDTH = 120
-"""Of tables for the terminal, in columns."""
+WIDTH = 120  # of tables for the terminal
 
 NOTE = (
     "A ratio is the other library's time over rawmla's, taken the same way: above 1 rawmla is faster. "
@@ -60,14 +60,6 @@ SHORT = ("rested µs", "no rests µs", "sustained µs", "share of roof")
 """Columns for the terminal."""
 
 
-class Stored(NamedTuple):
-    """A stored time of another library."""
-
-    label: str
-    case: str
-    us: float
-
-
 class Pair(NamedTuple):
     """One time of another library and ours, taken the same way."""
 
@@ -82,39 +74,32 @@ class Pair(NamedTuple):
         return self.theirs / self.ours
 
 
-def peers(device: str) -> list[Stored]:
-    """Times of other libraries on this device; none of another device's."""
+def peers(device: str) -> Stored:
+    """Times of other libraries on this device; none of another device's. Of several the least counts."""
     data = json.loads(PEERS.read_text())
-    libraries = {key: rows for key, rows in data.items() if isinstance(rows, list)}
-    return [
-        Stored(key.partition("@")[0].partition(",")[0], row["case"], row["us"])
-        for key, rows in libraries.items()
-        for row in (rows if data["device"].startswith(device) else [])
+    found: Stored = {}
+    for key, rows in data.items() if data["device"].startswith(device) else ():
+        label = key.partition("@")[0].partition(",")[0]
+        for row in rows if isinstance(rows, list) else ():
+            own = found.setdefault(row["case"], {})
+            own[label] = min(row["us"], own.get(label, row["us"]))
+    return found
+
+
+def pairs(row: Row, stored: Stored) -> list[Pair]:
+    """Our figures of a row beside each stored time, and each library that ran beside it, in each way."""
+    ours, beside = row.get(WAYS[STORED_WAY], 0.0), row.get("beside", {})
+    times = stored.get(row["case"], {}) if ours else {}
+    return [Pair(label, STORED_WAY, us, ours) for label, us in times.items()] + [
+        Pair(f"{label} beside", way, own[key], beside[OURS][key])
+        for label, own in beside.items()
+        for way, key in WAYS.items()
+        if label != OURS and key in own and key in beside[OURS]
     ]
 
 
-def pairs(row: Row, stored: Sequence[Stored]) -> list[Pair]:
-    """Our figures of a row beside each stored time and each library that ran beside it.
-
-    Of several stored times the least counts; a library that ran beside has a pair for each way.
-    """
-    found: dict[tuple[str, str], Pair] = {}
-    ours = row.get(WAYS[STORED_WAY])
-    for other in stored:
-        if other.case == row["case"] and ours is not None:
-            pair = Pair(other.label, STORED_WAY, other.us, ours)
-            found[pair[:2]] = min(found.get(pair[:2], pair), pair, key=lambda one: one.theirs)
-    beside = row.get("beside", {})
-    for label in (label for label in beside if label != OURS):
-        for way, key in WAYS.items():
-            if key in beside[label] and key in beside[OURS]:
-                pair = Pair(f"{label} beside", way, beside[label][key], beside[OURS][key])
-                found[pair[:2]] = pair
-    return list(found.values())
-
-
 def better(found: Iterable[Pair], way: str) -> Pair | None:
-    """The pair with the fastest other library; None where nothing was taken that way."""
+    """The pair with the fastest other library, if any was taken that way."""
     return min((pair for pair in found if pair.way == way), key=lambda pair: pair.ratio, default=None)
 
 
@@ -138,9 +123,7 @@ def _cells(row: Row, found: Sequence[Pair]) -> dict[str, str]:
     return cells
 
 
-def family_cells(
-    family: Family, rows: Iterable[Row], stored: Sequence[Stored], *, short: bool = False
-) -> Cells:
+def family_cells(family: Family, rows: Iterable[Row], stored: Stored, *, short: bool = False) -> Cells:
     """The table of a family; of the rows only its own count. Empty when it has none. `short`: the times,
     the share of the roof and the ratios, for the terminal.
     """
@@ -157,7 +140,7 @@ def family_cells(
     return [shown, *([row.get(heading, EMPTY) for heading in shown] for row in cells)] if own else []
 
 
-def summary_cells(rows: Sequence[Row], stored: Sequence[Stored]) -> Cells:
+def summary_cells(rows: Sequence[Row], stored: Stored) -> Cells:
     """A row for each family that has a ratio: the fastest other libraries, the most frequent first, geometric
     mean and least, rested and sustained. Ratios to stored times stand in the place of the rested ones where
     nothing ran beside.
@@ -208,18 +191,13 @@ def markdown(cells: Cells, *, code: bool = True) -> str:
     return "\n".join(lines)
 
 
-def text_report(rows: Sequence[Row], stored: Sequence[Stored]) -> str:
+def text_report(rows: Sequence[Row], stored: Stored) -> str:
     """The tables of a run for the terminal, the summary last."""
-    parts = []
-    for family in FAMILIES:
-        cells = family_cells(family, rows, stored, short=True)
-        if cells:
-            parts.append(f"{family.title}\n{fitted(cells)}")
-    cells = summary_cells(rows, stored)
-    if cells:
+    tables = {family.title: family_cells(family, rows, stored, short=True) for family in FAMILIES}
+    parts = [f"{title}\n{fitted(cells)}" for title, cells in tables.items() if cells]
+    if cells := summary_cells(rows, stored):
         parts.append(f"{fitted(cells, (0, 1))}\n{textwrap.fill(NOTE, WIDTH)}")
-    parts.append("Every column, such as power, clocks and rates, is in the file of --json.")
-    return "\n\n".join(parts)
+    return "\n\n".join([*parts, "Every column, such as power, clocks and rates, is in the file of --json."])
 
 
 def add_shares(rows: Iterable[Row], ceilings: Sequence[dict[str, float]]) -> None:
