@@ -48,11 +48,6 @@ class Kind:
         """Forms of the plan."""
         return ("object",) if self.prefill else ("object", "tensors")
 
-    @property
-    def log_2(self) -> float:
-        """The logarithm of 2 in the base of `lse`."""
-        return 1.0 if self.prefill else math.log(2)
-
     def make(self, **changes: Any) -> SparseInputs:
         """Inputs of a case."""
         return make_sparse_inputs(
@@ -126,7 +121,6 @@ KINDS = (
 )
 DECODE = tuple(kind for kind in KINDS if not kind.prefill)
 PREFILL = tuple(kind for kind in KINDS if kind.prefill)
-FP8 = tuple(kind for kind in KINDS if kind.fp8)
 
 
 def for_kinds(kinds: Sequence[Kind] = KINDS) -> Any:

@@ -121,29 +121,6 @@ def test_torch_side_stream(operation: Operation, case: Any) -> None:
         assert_results(f"on a side stream, {form}", call, got, want)
 
 
-@for_first(only=takes_any)
-def test_cupy_side_stream(operation: Operation, case: Any) -> None:
-    call = operation.make(case)
-    want = call.run()
-    late = Late(call)
-    in_cupy = call.mapped(to_cupy, lambda x: to_cupy(x.contiguous()))  # other lists would be copied
-    target = in_cupy.target()
-    stream = cupy.cuda.Stream(non_blocking=True)
-    cupy.cuda.Device().synchronize()
-    with stream:  # loads the kernels, and gives the pool memory for this stream
-        in_cupy.run()
-    stream.synchronize()
-    late.spoil()
-    cupy.cuda.Device().synchronize()
-    with stream, torch.cuda.stream(torch.cuda.ExternalStream(stream.ptr)):
-        torch.cuda._sleep(DELAY_CYCLES)
-        late.restore()
-        got = in_cupy.run(**target)
-        assert not stream.done, "the call waited for the device"
-    stream.synchronize()
-    assert_results("on a side stream", call, tuple(torch.from_dlpack(x) for x in got), want)
-
-
 # ---- devices
 
 

@@ -15,10 +15,12 @@ from gpu_support import (
 )
 
 import rawmla
+from kit import DenseCase
 from kit.mha import MhaCase
 from operations import OPERATIONS, Operation, assert_results, for_each, for_first, is_planned
 from operations.dense import make_dense_call
 from operations.memory import all_canaries, fill_with_canaries, strided
+from operations.mla_decode import make_dense_call as make_decode_call
 
 PLANS = ("object", "object, invariant", "tensors, inside", "tensors, outside")
 
@@ -238,14 +240,18 @@ def test_warmup_call(operation: Operation, case: Any) -> None:
 
 
 def test_warmup_by_name() -> None:
-    """`rawmla.warmup("mha")` is enough for a capture of plain calls, causal ones, segments and sinks."""
+    """`rawmla.warmup` is enough for a capture of MLA decoding and, given "mha", of dense attention, also with
+    segments and sinks.
+    """
     cases = (
         MhaCase(b=2, s_q=70, s_k=90, causal=True, sink="float16"),
         MhaCase(q_lengths=(300, 0, 1), k_lengths=(257, 90, 0), h_q=8, h_kv=1),
     )
     calls = [make_dense_call(case) for case in cases]
+    calls.append(make_decode_call(DenseCase(b=2, h_q=16, s_k=300)))
     want = [call.run() for call in calls]
     with no_kernel_loaded():
+        rawmla.warmup()
         rawmla.warmup("mha", mha_head_dims=[(128, 128)])
         graph, got = capture(lambda: [call.run() for call in calls])
         graph.replay()

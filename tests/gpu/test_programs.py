@@ -7,11 +7,18 @@ import sys
 from pathlib import Path
 
 import pytest
+from full_cases import full_unless
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "examples").glob("*.py"))
 # Heads decide which kernels run: the other kind than that of the program's default.
 OTHER_HEADS = ["examples/deepseek_v3_transformers.py --heads 128", "examples/serve_step.py --heads 16"]
+SLOW = ("deepseek", "flex", "serve_step", "sparse_decode", "train")
+
+
+def is_quick(example: str) -> bool:
+    """Choose those that need few kernels."""
+    return not any(name in example for name in SLOW)
 
 
 def run(*arguments: str) -> None:
@@ -28,7 +35,7 @@ def run(*arguments: str) -> None:
     assert result.returncode == 0, f"{result.stdout}\n{result.stderr}"
 
 
-@pytest.mark.parametrize("example", [*EXAMPLES, *OTHER_HEADS])
+@pytest.mark.parametrize("example", full_unless(is_quick, [*EXAMPLES, *OTHER_HEADS]))
 def test_example(example: str) -> None:
     if "transformers" in example:
         pytest.importorskip("transformers", minversion="5.17")

@@ -22,7 +22,6 @@ from sparse_kinds import (
     valid,
 )
 
-from kit import check_close, out_tolerance
 from kit.sparse import INT_MAX, INT_MIN, block_fields
 
 HEADS = (1, 3, 8, 9, 16, 17, 32, 33, 63, 64, 65, 66, 96, 128, 130, 192, 256)
@@ -247,17 +246,6 @@ def test_valid_indices_at_one_place_only(kind: Kind) -> None:
     for kept in (position == 0, position == 299, position % 2 == 1, position < 64, position >= 256):
         indices = torch.where(kept, inputs.indices, nowhere.int()[position % 5])
         kind.checked(replace(inputs, indices=indices))
-
-
-@for_kinds()
-def test_duplicates(kind: Kind) -> None:
-    """Every slot twice adds log 2 to lse and leaves the rest as it is."""
-    inputs = kind.make(b=3, topk=128, invalid=0.0)
-    once = replace(inputs, indices=inputs.indices[..., :64].contiguous())
-    twice = replace(inputs, indices=torch.cat([once.indices, once.indices.flip(-1)], dim=-1))
-    (out, *scores), got = kind.run(once), kind.checked(twice)
-    check_close("out", got[0], out, out_tolerance("bfloat16"))
-    assert float((got[-1] - scores[-1] - kind.log_2).abs().max()) < 1e-5
 
 
 # ---- tokens that share the rows of a tile

@@ -64,11 +64,6 @@ def sparse_decode(
     return rawmla.flash_mla_with_kvcache(*sparse_arguments(inputs), metadata, num_splits, **kwargs)
 
 
-def without_extra(inputs: SparseInputs) -> SparseInputs:
-    """The same call without its extra cache."""
-    return replace(inputs, extra_k_cache=None, extra_indices=None, extra_topk_length=None)
-
-
 def sparse_in_batch(inputs: SparseInputs, requests: list[int]) -> SparseInputs:
     """A batch of these requests, in this order, over the same caches."""
     rows = torch.tensor(requests, device=inputs.q.device)
