@@ -50,7 +50,7 @@ def tensors_of(operation: Operation, case: Any = None) -> Call:
 
 
 def stand_in(x: Any) -> FakeArray:
-    """An array of the GPU in the place of a tensor."""
+    """A stand-in for a tensor, on the GPU."""
     dtype = str(x.dtype).removeprefix("torch.")
     return FakeArray(tuple(x.shape), dtype, tuple(x.stride()), ptr=x.data_ptr() or 0x100)
 
@@ -114,7 +114,7 @@ def run(operation: Operation, arguments: Arguments) -> Any:
 
 
 def flat(value: Any) -> list[FakeArray]:
-    """An array, or those of a list."""
+    """An array, or the arrays of a list."""
     return value if isinstance(value, list) else [value]
 
 

@@ -59,7 +59,7 @@ class Case:
             self.keywords[f"max_seqlen{which}"] = max(lengths)
 
     def fresh(self, needs: tuple[str, ...] | None = None) -> dict[str, Any]:
-        """The leaves; those of `needs`, None: all, require grad."""
+        """The leaves, of which `needs` require grad; None: all."""
         return {n: x.clone().requires_grad_(needs is None or n in needs) for n, x in self.leaves.items()}
 
     def call(self, leaves: dict[str, Any], **more: Any) -> Any:

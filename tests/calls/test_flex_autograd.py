@@ -71,7 +71,7 @@ def mask_of(documents: Any = DOCUMENTS, mask_mod: Any = None) -> Any:
 
 
 def leaves_of(needs: tuple[str, ...] = NAMES) -> dict[str, Any]:
-    """Arrays and captured tensors; those of `needs` require grad."""
+    """Arrays and captured tensors, of which `needs` require grad."""
     made = {name: torch.randn(shape).half() for name, shape in SHAPES.items()}
     made |= {"table": TABLE.clone(), "gate": GATE.clone()}
     return {name: x.requires_grad_(name in needs) for name, x in made.items()}
