@@ -7,10 +7,11 @@ attended. Those by rows, which the forward and the reference read, say the same 
 from __future__ import annotations
 
 from dataclasses import replace
-from math import inf, nan
+from math import inf, isnan, nan
 from typing import Any
 
 import pytest
+from full_cases import full_unless
 from gpu_support import assert_same_bits, torch
 
 import rawmla
@@ -272,7 +273,11 @@ def test_unlisted_small_blocks_may_hold_anything(block: tuple[int, int]) -> None
         check_flex(inputs, attend(inputs))
 
 
-@pytest.mark.parametrize("block", ((512, 1024), (16, 2**20), (2**20, 16), (2**20, 2**20)), ids=str)
+@pytest.mark.parametrize(
+    "block",
+    full_unless(lambda block: block[0] == 16, ((512, 1024), (16, 2**20), (2**20, 16), (2**20, 2**20))),
+    ids=str,
+)
 def test_blocks_longer_than_the_sequence(block: tuple[int, int]) -> None:
     for mask in ("causal", "random"):
         for s_q, s_k in ((100, 277), (400, 500), (1, 1)):
@@ -347,7 +352,7 @@ def test_scales(score: str) -> None:
         check_flex(inputs, attend(inputs, max_scores=True))
 
 
-@pytest.mark.parametrize("spoiler", (nan, inf, -inf), ids=str)
+@pytest.mark.parametrize("spoiler", full_unless(isnan, (nan, inf, -inf)), ids=str)
 def test_what_functions_give_where_it_is_masked(spoiler: float) -> None:
     """Also past the last query token and key. It goes nowhere, forward and backward."""
     case = FlexCase(s_q=300, s_k=277, mask="causal")

@@ -38,10 +38,12 @@ ELSEWHERE = {
 
 
 def in_turn(names: Any, elsewhere: Any = ()) -> list[Any]:
-    """Names with each form. Every run has one form of each name that is not `elsewhere`, in turn."""
-    pairs = [(name, form) for name in names for form in ("python", "cuda")]
-    quick = {(name, ("python", "cuda")[number % 2]) for number, name in enumerate(names)}
-    return full_unless(lambda pair: pair in quick and pair[0] not in elsewhere, pairs, several=True)
+    """Names with each form. Every run has every second name that is not `elsewhere`, in one form, in turn."""
+    forms = ("python", "cuda")
+    others = [name for name in names if name not in elsewhere]
+    quick = {(name, forms[number % 2]) for number, name in enumerate(others[::2])}
+    pairs = [(name, form) for name in names for form in forms]
+    return full_unless(lambda pair: pair in quick, pairs, several=True)
 
 
 def check_both(call: BackwardInputs, form: str, *, plain: bool = False, **more: Any) -> None:

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 from gpu_support import torch
 
 from kit.flex import FlexCase, check_flex, make_flex_inputs
@@ -70,6 +71,7 @@ assert bool(table.grad.isfinite().all()) and bool(q.grad.isfinite().all())
 """
 
 
+@pytest.mark.full
 def test_a_new_process_compiles_nothing(tmp_path: Path) -> None:
     """With other numbers, tensors and lengths too: forward, backward and block masks."""
     root = Path(__file__).resolve().parents[2]
