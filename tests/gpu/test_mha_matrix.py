@@ -34,7 +34,7 @@ from operations.dense_backward import (
 
 FLASH_MLA_OUT = Tolerance(absolute=1e-3, relative=8.01 / 128, cosine=7e-6)
 FLASH_MLA_LSE = Tolerance(absolute=1e-6, relative=2.01 / 65536)
-HEADS_TOGETHER = 16  # query heads that are compared at a time, whole groups, which need less memory
+HEADS_TOGETHER = 8  # query heads that are compared at a time, whole groups, which need less memory
 
 
 def ragged_lengths(mean: int, b: int, seed: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
