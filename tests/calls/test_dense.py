@@ -121,7 +121,6 @@ OF_OPTIONS: list[Refusal] = [
     ("window_size", ValueError, "left ... -2", put("window_size", (-2, 0))),
     ("window_size", ValueError, "right ... -2", put("window_size", (0, -2))),
     ("window_size", TypeError, "right ... 2.0", put("window_size", (0, 2.0))),
-    ("softcap", ValueError, "finite ... -1.0", put("softcap", -1.0)),
     (
         "softcap",
         ValueError,
@@ -132,28 +131,16 @@ OF_OPTIONS: list[Refusal] = [
 """Refusals of options that the backward has, too."""
 REFUSALS: list[Refusal] = [
     *OF_OPTIONS,
-    ("dropout_p", ValueError, "0.0 ... 0.1", put("dropout_p", 0.1)),
     ("attention_chunk", ValueError, "not supported yet ... 64", put("attention_chunk", 64)),
     ("attention_chunk", ValueError, "expected 0 ... -1", put("attention_chunk", -1)),
     ("q", TypeError, "float32 is not supported yet", change("q", dtype="float32")),
     ("q", ValueError, "1 to 256 ... got 0", shapes(q=(*Q[:2], 0))),
     ("v", ValueError, "1 to 256 ... 257", shapes(v=(*V[:2], 257))),
-    ("k", ValueError, "[total_k, h_kv, 128] ... [56, 2, 64]", shapes(k=(*K[:2], 64))),
-    ("v", ValueError, "[56, 2, d_v] ... [55, 2, 64]", shapes(v=(55, H_KV, D_V))),
-    ("v", ValueError, "[56, 2, d_v] ... [56, 4,", shapes(v=(TOTAL_K, 4, D_V))),
     ("q", ValueError, "h_q 7 ... h_kv 2", shapes(q=(TOTAL_Q, 7, D_QK))),
     ("q", ValueError, "h_q 8 ... h_kv 0", shapes(k=(TOTAL_K, 0, D_QK), v=(TOTAL_K, 0, D_V))),
     ("q", ValueError, "less than 2**30", shapes(q=(2**30, H_Q, D_QK))),
     ("k", ValueError, "less than 2**30", shapes(k=(2**30, H_KV, D_QK), v=(2**30, H_KV, D_V))),
-    ("cu_seqlens_q", ValueError, "[b+1]", shapes(cu_seqlens_q=(0,))),
-    ("cu_seqlens_k", ValueError, "[4] ... [3]", shapes(cu_seqlens_k=(B,))),
-    ("alibi_slopes", ValueError, "[8] ... [3, 7]", shapes(alibi_slopes=(B, 7))),
-    ("alibi_slopes", ValueError, "[4, 8]", shapes(alibi_slopes=(4, H_Q))),
-    ("alibi_slopes", ValueError, "[16, 2]", change("alibi_slopes", strides=(16, 2))),
     ("out", ValueError, "multiple of 16 bytes ... 0x7008", change("out", ptr=0x7008)),
-    ("out", ValueError, "multiples of 8", change("out", strides=(516, 64, 1))),
-    ("out", ValueError, "overlap", change("out", strides=(256, 64, 1))),
-    ("out", ValueError, "positive", change("out", strides=(-512, 64, 1))),
 ]
 
 
@@ -162,19 +149,8 @@ def test_refused(world: World, refusal: Refusal) -> None:
     check_refused(world, rawmla.flash_attn_varlen_func, with_out, refusal)
 
 
-OF_ONE_LENGTH: list[Refusal] = [
-    ("q", ValueError, "[b, s_q, h_q, d_qk]", shapes(q=Q)),
-    ("k", ValueError, "[3, s_k, h_kv, 128] (b of q, d_qk of q)", shapes(k=K)),
-    ("k", ValueError, "[3, s_k, h_kv, 128] (b of q, d_qk of q)", shapes(k=(1, S_K, H_KV, D_QK))),
-    ("v", ValueError, "[3, 7, 2, d_v] (b of q, s_k of k, h_kv of k)", shapes(v=(B, S_Q, H_KV, D_V))),
-    ("q", ValueError, "2**30 tokens", shapes(q=(B, 2**29, H_Q, D_QK))),
-    ("alibi_slopes", ValueError, "[8] or [3, 8]", put("alibi_slopes", FakeArray((2, H_Q), "float32"))),
-    ("out", ValueError, "[3, 5, 8, 64]", put("out", FakeArray(OUT, "bfloat16"))),
-]
-
-
-@each(OF_ONE_LENGTH)
-def test_refused_with_one_length(world: World, refusal: Refusal) -> None:
+def test_refused_with_one_length(world: World) -> None:
+    refusal = "q", ValueError, "2**30 tokens", shapes(q=(B, 2**29, H_Q, D_QK))
     check_refused(world, rawmla.flash_attn_func, fixed, refusal)
 
 
@@ -190,18 +166,14 @@ def of_columns(*shape: int, **more: Any) -> Callable[[Arguments], None]:
 
 OF_QKV: list[Refusal] = [
     ("qkv", ValueError, "[total, 3, h, d]", of_columns(40, 2, 8, 64)),
-    ("qkv", ValueError, "[total, h, 2 * d_qk + d_v] or", of_columns(40, 8)),
     ("qkv", ValueError, "2 * d_qk + d_v", of_columns(40, 8, 256, head_dim_qk=128)),
     ("qkv", ValueError, "1 to 256", of_columns(40, 3, 8, 257)),
     ("head_dim_qk", ValueError, "got None", of_columns(40, 8, 320)),
-    ("head_dim_qk", ValueError, "expected None", put("head_dim_qk", 64)),
     ("head_dim_qk", TypeError, "float", of_columns(40, 8, 320, head_dim_qk=128.0)),
     ("head_dim_qk", ValueError, "1 to 256", of_columns(40, 8, 320, head_dim_qk=0)),
 ]
 OF_KV: list[Refusal] = [
     ("kv", ValueError, "[total, 2, h, d]", of_columns(56, 3, 2, 128)),
-    ("kv", ValueError, "[total, h, d_qk + d_v] or", of_columns(56, 128)),
-    ("kv", ValueError, "[total_k, h_kv, 128] (d_qk of q)", of_columns(56, 2, 2, 64)),
     ("kv", ValueError, "[total_k, h_kv, 128] (d_qk of q)", of_columns(56, 2, 192, head_dim_qk=64)),
     ("head_dim_qk", ValueError, "got None", of_columns(56, 2, 192)),
     ("q", ValueError, "h_q 8 and h_kv 3", of_columns(56, 2, 3, 128)),

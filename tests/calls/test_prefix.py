@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -121,19 +120,11 @@ REFUSALS: list[Refusal] = [
     ("q", ValueError, "h_q 7 ... h_kv 2", shapes(q=(TOKENS, 7, D))),
     ("v", ValueError, "as k is one ... None", put("v", None)),
     ("k", ValueError, "as v is one ... None", put("k", None)),
-    ("k", ValueError, "[40, 2, 128] ... [39,", shapes(k=(39, H_KV, D))),
-    ("v", ValueError, "[40, 2, 128] ... 64]", shapes(v=(TOKENS, H_KV, 64))),
     ("o", TypeError, "float8_e4m3fn or uint8 or int8 ... float16", change("o", dtype="float16")),
     ("o", TypeError, "fp8_out_scale ... bfloat16", change("o", dtype="bfloat16")),
     ("o", TypeError, "bfloat16, the dtype of q ... uint8", put("fp8_out_scale", None)),
-    ("o", ValueError, "overlap", change("o", strides=(512, 128, 1))),
-    ("o", ValueError, "positive", change("o", strides=(0, 128, 1))),
     (DTYPE_NAME, TypeError, "str ... None", put(DTYPE_NAME, None)),
-    (DTYPE_NAME, ValueError, "auto ... fp8_e5m2 ... 'fp4'", put(DTYPE_NAME, "fp4")),
-    *[
-        (DTYPE_NAME, ValueError, f"k_cache of uint8 ... {name}", put(DTYPE_NAME, name))
-        for name in ("auto", "float16", "bfloat16")
-    ],
+    (DTYPE_NAME, ValueError, "k_cache of uint8 ... auto", put(DTYPE_NAME, "auto")),
     (
         DTYPE_NAME,
         ValueError,
@@ -151,9 +142,8 @@ REFUSALS: list[Refusal] = [
         both(put(DTYPE_NAME, "auto"), change("k_cache", dtype="float16")),
     ),
     *[
-        (name, TypeError, f"float8_e4m3fn or uint8 ... 'fp8' ... {dtype}", change(name, dtype=dtype))
+        (name, TypeError, "float8_e4m3fn or uint8 ... 'fp8'", change(name, dtype="float8_e5m2"))
         for name in CACHES
-        for dtype in ("bfloat16", "float8_e5m2")
     ],
     (
         "k_cache",
@@ -161,14 +151,10 @@ REFUSALS: list[Refusal] = [
         "float8_e5m2 or uint8 ... float8_e4m3fn",
         both(put(DTYPE_NAME, "fp8_e5m2"), change("k_cache", dtype="float8_e4m3fn")),
     ),
-    ("k_cache", ValueError, "128 / x ... [50, 2, 128, 16]", shapes(k_cache=V_CACHE)),
-    ("k_cache", ValueError, "128 / x", shapes(k_cache=(BLOCKS, H_KV, 15, PAGE, 8))),
     ("k_cache", ValueError, "block_size", shapes(k_cache=(BLOCKS, H_KV, 16, 0, X))),
-    ("v_cache", ValueError, "[50, 2, 128, 16] ... [49", shapes(v_cache=(49, *V_CACHE[1:]))),
-    *[(name, ValueError, "16-byte aligned ... 0x5008", change(name, ptr=0x5008)) for name in CACHES],
+    ("k_cache", ValueError, "16-byte aligned ... 0x5008", change("k_cache", ptr=0x5008)),
     *[
-        (name, ValueError, text, change(name, strides=(*steps, *contiguous(shape)[2:])))
-        for name, shape in zip(CACHES, (K_CACHE, V_CACHE), strict=True)
+        ("k_cache", ValueError, text, change("k_cache", strides=(*steps, *contiguous(K_CACHE)[2:])))
         for text, steps in (
             ("multiples of 16 (16 bytes)", (2 * HEAD + 8, HEAD)),
             ("multiples of 16 (16 bytes)", (4 * HEAD, HEAD + 1)),
@@ -186,9 +172,6 @@ REFUSALS: list[Refusal] = [
         "contiguous [d, block_size] within ... address 0x6000 ... [4096, 2048, 1, 128]",
         change("v_cache", strides=(2 * HEAD, HEAD, 1, D)),
     ),
-    ("b_loc", TypeError, "int32 or int64 ... int16", change("b_loc", dtype="int16")),
-    ("b_loc", ValueError, "[3, max_blocks] ... [4, 7]", shapes(b_loc=(4, 7))),
-    ("b_loc", ValueError, "contiguous last ... [14, 2]", change("b_loc", strides=(14, 2))),
     ("b_loc", TypeError, "int64 ... int32", put("is_block_table_ptr", True)),
     (
         "k_cache",
@@ -200,7 +183,6 @@ REFUSALS: list[Refusal] = [
             change("k_cache", strides=(0, HEAD, PAGE * X, X, 1)),
         ),
     ),
-    ("b_seq_len", ValueError, "[b] ... [3, 1]", shapes(b_seq_len=(B, 1))),
     *[
         (name, ValueError, "-1", put(name, -1))
         for name in ("max_seq_len", "max_input_len", "interleaved_v_pack_factor")
@@ -212,16 +194,8 @@ REFUSALS: list[Refusal] = [
         put("interleaved_v_pack_factor", 3),
     ),
     ("sliding_window", TypeError, "int ... 4.0", put("sliding_window", 4.0)),
-    *[
-        (name, ValueError, f"finite ... {float(value)}", put(name, value))
-        for name in SCALES
-        for value in (0, -1.0, math.nan, math.inf)
-    ],
-    *[(name, TypeError, "float32 ... got None", put(name, None)) for name in SCALES[:2]],
-    *[(name, TypeError, "float32 ... '1'", put(name, "1")) for name in SCALES],
-    *[(name, ValueError, "[] or [1] ... [2]", shapes(**{name: (2,)})) for name in SCALES],
+    *[(name, ValueError, "finite ... -1.0", put(name, -1.0)) for name in SCALES],
     ("alibi_slopes", ValueError, "None with causal=False", put("causal", False)),
-    ("alibi_slopes", ValueError, "[8]", shapes(alibi_slopes=(B, H_Q))),
 ]
 
 
@@ -230,15 +204,12 @@ def test_refused(world: World, refusal: Refusal) -> None:
     check_refused(world, rawmla.context_attention_fwd, fp8, refusal)
 
 
-OF_16_BITS: list[Refusal] = [
-    ("v_cache", ValueError, "multiples of 8", change("v_cache", strides=(2 * HEAD + 4, HEAD, PAGE, 1))),
-    ("o", ValueError, "address that is a multiple of 2 bytes", change("o", ptr=0x4001)),
-]
-
-
-@each(OF_16_BITS)
-def test_refused_with_arrays_of_16_bits(world: World, refusal: Refusal) -> None:
-    check_refused(world, rawmla.context_attention_fwd, plain, refusal)
+def test_refused_with_arrays_of_16_bits(world: World) -> None:
+    for refusal in (
+        ("v_cache", ValueError, "multiples of 8", change("v_cache", strides=(2 * HEAD + 4, HEAD, PAGE, 1))),
+        ("o", ValueError, "address that is a multiple of 2 bytes", change("o", ptr=0x4001)),
+    ):
+        check_refused(world, rawmla.context_attention_fwd, plain, refusal)
 
 
 # ---- launches

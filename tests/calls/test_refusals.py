@@ -122,6 +122,24 @@ def test_wrong_array(world: World, operation: Operation, name: str, wrong: str) 
         assert_refused(world, operation, patterns.get(wrong, names(name)), kind, text, bad)
 
 
+ONE_SIZE = ("mha", "mha_varlen", "mha_backward", "mha_varlen_backward", "prefix", "prefix_fp8")
+FREE = {("mha", "q", 1), ("mha", "v", 3), ("mha_varlen", "q", 0), ("mha_varlen", "v", 2)}
+
+
+@pytest.mark.parametrize("which", ONE_SIZE)
+def test_another_extent(world: World, which: str) -> None:
+    """It is refused in every dimension that another array has, too."""
+    (operation,) = [one for one in HOST_OPERATIONS if one.name == which]
+    good = all_arguments(operation)
+    free = {*FREE, (which, "b_loc", 1)}
+    for name, value in arrays_of(good).items():
+        for axis, extent in enumerate(value.shape):
+            if (which, name, axis) not in free:
+                shape = (*value.shape[:axis], extent + 8, *value.shape[axis + 1 :])
+                bad = {**good, name: value.but(shape=shape)}
+                assert_refused(world, operation, "expected (a number or )?shape ", ValueError, "", bad)
+
+
 @pytest.mark.parametrize("wrong", PLACES)
 @each_array
 def test_array_of_another_place(world: World, operation: Operation, name: str, wrong: str) -> None:
@@ -194,6 +212,12 @@ def test_wrong_arguments(world: World, operation: Operation, bad: str) -> None:
     assert_refused(world, operation, rf"^{re.escape(name)}", kind, "", arguments)
 
 
+def overlapping(x: FakeArray) -> FakeArray:
+    """The second half of an element of the first dimension is the first half of the next."""
+    first, *others = contiguous(x.shape)
+    return x.but(strides=(first // 2, *others))
+
+
 WRONG_OUT: dict[str, tuple[type[Exception], Callable[[FakeArray], Any]]] = {
     "a list": (TypeError, lambda x: [1.0]),
     "of another dtype": (TypeError, lambda x: x.but(dtype="float64")),
@@ -202,7 +226,8 @@ WRONG_OUT: dict[str, tuple[type[Exception], Callable[[FakeArray], Any]]] = {
     "on another device": (ValueError, lambda x: x.but(device=1)),
     "of another stream": (ValueError, lambda x: x.but(framework=OTHER)),
     "with a strided last dimension": (ValueError, strided),
-    "of overlapping rows": (ValueError, lambda x: x.but(strides=(0, *contiguous(x.shape)[1:]))),
+    "written at one place": (ValueError, lambda x: x.but(strides=(0, *contiguous(x.shape)[1:]))),
+    "of overlapping rows": (ValueError, overlapping),
 }
 
 
@@ -211,7 +236,6 @@ WRONG_OUT: dict[str, tuple[type[Exception], Callable[[FakeArray], Any]]] = {
 def test_wrong_out(world: World, operation: Operation, wrong: str) -> None:
     kind, change = WRONG_OUT[wrong]
     if operation.out is not None:
-        (result, *_) = make_call(operation).run()
-        given = change(result.but(framework=None, ptr=0x7000))
-        bad = {**all_arguments(operation), operation.outputs[0]: given}
-        assert_refused(world, operation, rf"^{operation.outputs[0]}: ", kind, "", bad)
+        for name, result in zip(operation.outputs, make_call(operation).run(), strict=False):
+            bad = {**all_arguments(operation), name: change(result.but(framework=None, ptr=0x7000))}
+            assert_refused(world, operation, rf"^{name}: ", kind, "", bad)
