@@ -217,45 +217,6 @@ def test_positional(world: World) -> None:
     assert second == FIXED._replace(softmax_scale=0.5, window_left=3, window_right=4, **more)
 
 
-ALIASES = {
-    "cu_seqlens_q": "cu_seqlens_qo",
-    "cu_seqlens_k": "cu_seqlens_kv",
-    "max_seqlen_q": "max_seqlen_qo",
-    "max_seqlen_k": "max_seqlen_kv",
-    "attn_sink": "learnable_sink",
-}
-
-
-@pytest.mark.parametrize("name", ALIASES)
-@pytest.mark.parametrize("packed", (False, True))
-def test_second_names(world: World, name: str, packed: bool) -> None:
-    function: Any = rawmla.flash_attn_varlen_func
-    arguments, alias = optional(), ALIASES[name]
-    if packed:
-        function = rawmla.flash_attn_varlen_kvpacked_func
-        del arguments["k"], arguments["v"]
-        arguments["kv"] = FakeArray((TOTAL_K, 2, H_KV, D_QK), "bfloat16", ptr=0x2000)
-    function(**arguments)
-    with pytest.raises(TypeError, match=rf"^{alias}: expected it or {name}.*, got both$"):
-        function(**arguments, **{alias: arguments[name]})
-    function(**{alias if key == name else key: value for key, value in arguments.items()})
-    first, second = world.mha
-    assert first.call == second.call and first.addresses[5:] == second.addresses[5:]
-
-
-def test_second_name_of_the_sink(world: World) -> None:
-    """Functions without the other second names have it, too."""
-    sink = FakeArray((H_Q,), "float16", ptr=0x6000)
-    for function, arguments in (
-        (rawmla.flash_attn_func, fixed()),
-        (rawmla.flash_attn_varlen_qkvpacked_func, packed_qkv(TOTAL_Q, 3, H_Q, D_V)),
-    ):
-        function(**arguments, learnable_sink=sink)
-        assert world.mha[-1].call.sink_dtype == "float16" and world.mha[-1].addresses.attn_sink == 0x6000
-        with pytest.raises(TypeError, match="^learnable_sink: expected it or attn_sink"):
-            function(**arguments, attn_sink=sink, learnable_sink=sink)
-
-
 @pytest.mark.parametrize(
     ("window", "causal", "left", "right"),
     (
@@ -372,25 +333,6 @@ def test_copied(world: World, name: str, changes: Arguments) -> None:
         assert launch.call == EXPECTED
         places = {"q": 0x1000, "k": 0x2000, "v": 0x3000} | {name: COPY + 0x1000 * count}
         assert launch.addresses[:3] == tuple(places.values())
-
-
-def test_head_dimensions_that_fill_no_16_bytes(world: World) -> None:
-    arguments = plain()
-    shapes(q=(*Q[:2], 17), k=(*K[:2], 17), v=(*V[:2], 33))(arguments)
-    out, _ = call(arguments)
-    launch = world.mha[0]
-    assert world.framework.copied == [arguments["q"], arguments["k"], arguments["v"]]
-    assert launch.addresses[:3] == (COPY + 0x1000, COPY + 0x2000, COPY + 0x3000)
-    assert launch.call == EXPECTED._replace(
-        d_qk=17,
-        d_v=33,
-        softmax_scale=17**-0.5,
-        q_strides=(0, H_Q * 24, 24),
-        k_strides=(0, H_KV * 24, 24),
-        v_strides=(0, H_KV * 40, 40),
-        out_strides=(0, H_Q * 40, 40),
-    )
-    assert (out.shape, out.strides) == ((TOTAL_Q, H_Q, 33), (H_Q * 40, 40, 1))
 
 
 def test_dimensions_of_one_element(world: World) -> None:

@@ -258,18 +258,12 @@ def test_fixed_order(launches: Launches, deterministic: Callable[[bool], None], 
 OUT_ARRAY, SLOPES = torch.zeros(2, 6, H, D_V).half(), torch.ones(H, requires_grad=True)
 REFUSED: tuple[tuple[dict[str, Any], type[Exception], str], ...] = (
     ({"attention_chunk": 4}, ValueError, "attention_chunk: expected 0"),
-    ({"dropout_p": 0.1}, ValueError, r"dropout_p: expected 0\.0"),
-    ({"deterministic": 1}, TypeError, "deterministic: expected a bool"),
-    ({"softcap": -1.0}, ValueError, "softcap: "),
-    ({"window_size": (-2, 0)}, ValueError, "window_size: "),
     ({"out": OUT_ARRAY}, ValueError, "out: expected None where a gradient is needed"),
     ({"out": SLOPES}, ValueError, "out: expected None where a gradient is needed"),
     ({"alibi_slopes": SLOPES}, ValueError, "alibi_slopes: expected a tensor that needs no gradient here"),
     ({"k": [1]}, TypeError, "k: expected a torch tensor"),
     ({"v": torch.zeros(1, 8, H_KV, D_V).half()}, ValueError, "v: expected shape"),
     ({"q": OUT_ARRAY.sum()}, ValueError, r"q: expected shape \[b, s_q, h_q, d_qk\], got \[\]"),
-    ({"attn_sink": torch.ones(H - 1)}, ValueError, "attn_sink: expected shape"),
-    ({"v": torch.zeros(2, 8, H_KV, D_V)}, TypeError, "v: expected dtype float16"),
 )
 
 
@@ -277,7 +271,7 @@ REFUSED: tuple[tuple[dict[str, Any], type[Exception], str], ...] = (
 def test_refused_before_a_launch(
     launches: Launches, changes: dict[str, Any], error: type[Exception], text: str
 ) -> None:
-    for form in FORMS if changes.keys() <= {"attention_chunk", "softcap"} else FORMS[:1]:
+    for form in FORMS if "attention_chunk" in changes else FORMS[:1]:
         case = Case(form)
         with pytest.raises(error, match=f"^{text}") as caught:
             case.call({**case.fresh(), **changes})

@@ -11,7 +11,7 @@ import rawmla
 from calls import test_dense as forward
 from calls.fakes import Arguments, FakeArray, World, both, change, contiguous, put
 from calls.refusals import Refusal, check_refused, each, shapes
-from calls.test_dense import ALIASES, D_QK, D_V, H_KV, H_Q, OUT, S_Q, TOTAL_Q, B, K, Q, V
+from calls.test_dense import D_QK, D_V, H_KV, H_Q, OUT, S_Q, TOTAL_Q, B, K, Q, V
 from rawmla.kernels.mha_backward import BackwardAddresses, BackwardCall
 from rawmla.kernels.mha_backward_variants import Needs
 
@@ -61,21 +61,6 @@ REFUSALS: list[Refusal] = [
 @each(REFUSALS)
 def test_refused(world: World, refusal: Refusal) -> None:
     check_refused(world, rawmla.flash_attn_varlen_backward, optional, refusal)
-
-
-def test_second_names(world: World) -> None:
-    """The same call under the names of FlashMLA and FlashAttention; not under both."""
-    call(optional())
-    call({ALIASES.get(name, name): value for name, value in optional().items()})
-    first, second = world.mha_backward
-    assert first.prepared is second.prepared
-    assert first.addresses._replace(dsink=0) == second.addresses._replace(dsink=0)
-    sink = FakeArray((H_Q,), "float32", ptr=0x6000)
-    rawmla.flash_attn_backward(**fixed(), learnable_sink=sink)
-    assert world.mha_backward[-1].addresses.attn_sink == 0x6000
-    for name, alias in ALIASES.items():
-        with pytest.raises(TypeError, match=f"^{alias}: expected it or {name}, .* got both"):
-            call(optional(), **{alias: optional()[name]})
 
 
 # ---- launches

@@ -12,7 +12,7 @@ import rawmla
 from calls import test_dense as dense
 from calls.fakes import Arguments, FakeArray, World, both, change, contiguous, put
 from calls.refusals import Refusal, check_refused, each, shapes
-from calls.test_dense import COPY, prepared
+from calls.test_dense import prepared
 from rawmla import jit
 from rawmla.kernels.mha_forward import NO_BOUND, MhaForwardAddresses, MhaForwardCall
 from rawmla.kernels.paged_cache import PagedCache
@@ -313,31 +313,6 @@ def test_interleaved_v(world: World, block_size: int, pack: int, v_pack: int) ->
 
 
 # ---- layouts
-
-
-@pytest.mark.parametrize("own", (True, False))
-def test_head_dimension_that_fills_no_16_bytes(world: World, own: bool) -> None:
-    """With x below 8: q, k and v are copied; rows of o are padded by the caller."""
-    arguments = plain()
-    shapes(q=(TOKENS, H_Q, 20), k=(TOKENS, H_KV, 20), v=(TOKENS, H_KV, 20))(arguments)
-    shapes(k_cache=(BLOCKS, H_KV, 5, PAGE, 4), v_cache=(BLOCKS, H_KV, 20, PAGE))(arguments)
-    change("o", shape=(TOKENS, H_Q, 20), strides=(H_Q * 24, 24, 1))(arguments)
-    if not own:
-        arguments |= {"k": None, "v": None}
-    call(arguments)
-    (launch,) = world.prefix
-    cache = {"x": 4, "k_strides": (40 * PAGE, 20 * PAGE), "v_strides": (40 * PAGE, 20 * PAGE)}
-    of_q, of_kv = (0, H_Q * 24, 24), (0, H_KV * 24, 24)
-    strides = {"q_strides": of_q, "k_strides": of_kv, "v_strides": of_kv, "out_strides": of_q}
-    expected = changed(EXPECTED, cache, d_qk=20, d_v=20, softmax_scale=20**-0.5, **strides)
-    if own:
-        assert launch.call == expected
-        assert world.framework.copied == [arguments["q"], arguments["k"], arguments["v"]]
-        assert launch.addresses[:3] == (COPY + 0x1000, COPY + 0x2000, COPY + 0x3000)
-    else:
-        assert launch.call == changed(expected, {"own_in_cache": True}, **IN_CACHE)
-        assert world.framework.copied == [arguments["q"]]
-        assert launch.addresses[:3] == (COPY + 0x1000, 0, 0)
 
 
 @pytest.mark.parametrize("make", (plain, fp8))

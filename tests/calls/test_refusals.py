@@ -20,6 +20,7 @@ from calls.suite import (
     arrays_of,
     change_last,
     each_operation,
+    facts,
     flat,
     in_tensors,
     make_call,
@@ -194,6 +195,31 @@ def test_wrong_options(world: World, operation: Operation) -> None:
             for scale in INVALID_SCALES:
                 bad = {**good, option.name: scale}
                 assert_refused(world, operation, rf"^{option.name}: ", ValueError, "finite", bad)
+
+
+SECOND_NAMES = {
+    "cu_seqlens_qo": "cu_seqlens_q",
+    "cu_seqlens_kv": "cu_seqlens_k",
+    "max_seqlen_qo": "max_seqlen_q",
+    "max_seqlen_kv": "max_seqlen_k",
+    "learnable_sink": "attn_sink",
+}
+MHA = [operation for operation in HOST_OPERATIONS if operation.name.startswith("mha")]
+
+
+@pytest.mark.parametrize("operation", MHA, ids=lambda operation: operation.name)
+def test_second_names(world: World, operation: Operation) -> None:
+    """The names of FlashMLA and FlashAttention mean the same, but not together."""
+    good = {**all_arguments(operation), "attn_sink": FakeArray((4,), "float32", ptr=0x6000)}
+    run(operation, good)
+    want = facts(world)
+    for alias, name in SECOND_NAMES.items():
+        if alias in {parameter.name for parameter in parameters_of(operation)}:
+            world.begin_again()
+            run(operation, {alias if key == name else key: value for key, value in good.items()})
+            assert facts(world) == want
+            text = f"it or {name}, which is the same argument, got both"
+            assert_refused(world, operation, f"^{alias}: ", TypeError, text, {**good, alias: good[name]})
 
 
 BAD = [
