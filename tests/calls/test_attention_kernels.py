@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from kernel_params import PARAMS, read_params
 
 from calls.test_dense import EXPECTED as DENSE
 from calls.test_flex import EV, EXPECTED, EXPECTED_LISTS, HKV, HQ, B, E, L, S
@@ -20,7 +20,6 @@ from rawmla.flex.functions import header_of
 from rawmla.flex.mods import CudaMod
 from rawmla.jit.table import BoundedTable
 from rawmla.kernels import (
-    block_mask,
     flex_captured,
     mha_backward,
     mha_backward_variants,
@@ -249,30 +248,6 @@ def test_scratch(device: Device, seqlen_q: int, counted: bool) -> None:
     assert device.kernels[0].grid == (min(B * HQ * seqlen_q // 128, SMS), 1, 1)
 
 
-def test_what_changes_from_launch_to_launch(device: Device) -> None:
-    made = forward(seqlen_q=10_000, score_mod_bytes=16, mask_mod_bytes=24)
-    for scratch, score, mask in ((0xA000, b"s" * 16, b"m" * 24), (0xB000, b"t" * 16, b"n" * 24)):
-        made.launch(0x51, FORWARD_ADDRESSES, scratch, *MORE, score, mask)
-    assert [(x[0], x[2][0]) for x in device.maps] == [(0x1000, E), (0x2000, E), (0x3000, EV), (0x8000, EV)]
-    clear, first, other_clear, second = device.launched
-    assert (clear.address, clear.size, other_clear.address) == (0xA000, 16, 0xB000) and first.stream == 0x51
-    declared = mha_forward.params_of((16, 24))
-    found = members(declared, first.params)
-    given = {**FORWARD_ADDRESSES._asdict(), **MORE._asdict(), "counter": 0xA000}
-    assert {name: found[name] for name in given if name in found} == {
-        n: x for n, x in given.items() if n in found
-    }
-    places = {member.name: member.offset for member in declared.members}
-    for launch, letters in ((first, b"sm"), (second, b"tn")):
-        for name, letter, size in (("score_mod", letters[:1], 16), ("mask_mod", letters[1:], 24)):
-            assert launch.params[places[name] : places[name] + size] == letter * size
-    assert members(declared, second.params)["counter"] == 0xB000
-    device.launched.clear()
-    forward().launch(0x51, FORWARD_ADDRESSES, 0xA000, *MORE, bytes(8), bytes(8))
-    (launch,) = device.launched  # few tiles need no counter
-    assert members(mha_forward.params_of((8, 8)), launch.params)["counter"] == 0
-
-
 def test_sections_of_heads(device: Device) -> None:
     """As many as leave K and V in L2, in powers of two or all there are."""
     for seqlen_k, section in ((0, 16), (500, 16), (100_000, 4), (10_000_000, 4)):
@@ -317,13 +292,6 @@ OF_LISTS = [*range(0xB000, 0xF000, 0x1000)]
 CAPTURED = (CapturedGradient(10, "float32"), CapturedGradient(7, "bfloat16"))
 SITES: dict[str, Any] = {"captured": CAPTURED, "sites": 3, "score_mod_bytes": 24}
 MAIN = ("mha_backward", "mha_backward_by_product")
-STRUCTS = {
-    "mha_backward_prepare": mha_backward.PREPARE_PARAMS,
-    "mha_backward_finish": mha_backward.FINISH_PARAMS,
-    "block_mask_ranks": block_mask.RANKS_PARAMS,
-    "block_mask_scatter": block_mask.SCATTER_PARAMS,
-    "flex_captured_finish": flex_captured.CAPTURED_FINISH_PARAMS,
-}
 
 
 def backward(**changes: Any) -> PreparedMhaBackward:
@@ -339,7 +307,10 @@ def backward(**changes: Any) -> PreparedMhaBackward:
 
 
 def read(launch: Any) -> dict[str, Any]:
-    return members(STRUCTS.get(launch.name) or mha_backward.params_of((8, 8)), launch.params)
+    """The parameters of a launch, of a main kernel those of `backward`."""
+    if (launch.name, False) in PARAMS and launch.name not in MAIN:
+        return read_params(launch.spec, launch.params)
+    return members(mha_backward.params_of((8, 8)), launch.params)
 
 
 def test_three_kernels(device: Device) -> None:
@@ -381,30 +352,6 @@ def test_a_fixed_order(device: Device, dims: tuple[int, int]) -> None:
     tiles = 1 if dims[0] == 128 else 2
     assert made == {"all_rows": ROWS, "rows": ROWS, "columns": COLUMNS, "tiles": tiles}
     assert read(main)["turns"] == read(prepare)["turns"] != 0
-
-
-@pytest.mark.parametrize("needs", [*itertools.product((False, True), repeat=4)], ids=str)
-@pytest.mark.parametrize("deterministic", (False, True))
-def test_some_gradients(device: Device, deterministic: bool, needs: Any) -> None:
-    """What computes no gradient that is needed is not launched; dq alone has sums and turns."""
-    dq, dk, dv, captured = needs
-    more = {**SITES, "scattered": True} if captured else {"score_mod_bytes": 24}
-    backward(needs=Needs(*needs), deterministic=deterministic, **more)
-    kernels = [x for x in device.launched if x.name != "clear"]
-    assert [x.name for x in kernels] == [
-        "mha_backward_prepare",
-        *["block_mask_scatter", "block_mask_ranks"] * (deterministic and dq),
-        *["mha_backward"] * (dq or dk or dv),
-        *["mha_backward_finish"] * dq,
-        *["flex_captured_gradients"] * (captured * (1 + deterministic)),
-        *["flex_captured_finish"] * (captured * (1 + deterministic)),
-    ]
-    first = read(kernels[0])
-    assert (first["dq_accum"] != 0) == dq and (first["turns"] != 0) == (deterministic and dq)
-    for one in kernels:
-        if one.name == "mha_backward":
-            defines = dict(one.spec.defines)
-            assert tuple(defines[f"NEEDS_{name}"] for name in ("DQ", "DK", "DV")) == (dq, dk, dv)
 
 
 @pytest.mark.parametrize("dims", ((64, 64), (256, 256)))
@@ -476,14 +423,18 @@ def test_the_other_form_where_functions_would_spill(
     assert read(device.launched[1])["tiles_per_head"] == -(-S // form.tile_keys)
 
 
-def test_maps_are_kept(device: Device) -> None:
-    made = backward()
-    made.launch(0x51, ADDRESSES, SCRATCH, *OF_LISTS, bytes(8), bytes(8), [])
-    places = [ADDRESSES.q, ADDRESSES.dout, ADDRESSES.k, ADDRESSES.v]
-    assert [(x[0], x[2][0]) for x in device.maps] == list(zip(places, (E, EV, E, EV), strict=True))
-
-
 # ---- both directions
+
+
+def test_maps_are_kept(device: Device) -> None:
+    made, places = forward(), (0x1000, 0x2000, 0x3000, 0x8000)
+    for scratch in (0xA000, 0xB000):
+        made.launch(0x51, FORWARD_ADDRESSES, scratch, *MORE, bytes(8), bytes(8))
+    assert [(x[0], x[2][0]) for x in device.maps] == list(zip(places, (E, E, EV, EV), strict=True))
+    device.maps.clear()
+    other, places = backward(), (ADDRESSES.q, ADDRESSES.dout, ADDRESSES.k, ADDRESSES.v)
+    other.launch(0x51, ADDRESSES, SCRATCH, *OF_LISTS, bytes(8), bytes(8), [])
+    assert [(x[0], x[2][0]) for x in device.maps] == list(zip(places, (E, EV, E, EV), strict=True))
 
 
 @pytest.mark.parametrize("call", (FLEX, BACKWARD), ids=("forward", "backward"))
