@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 
 import rawmla
+from kit.mha import MhaCase, make_mha_inputs
 
 torch = pytest.importorskip("torch")
 from calls.constants import DK, DQ, DSINK, DV, LSE, OUT, Launches, installed  # noqa: E402
+from operations.dense import named_arguments  # noqa: E402
 
 H, H_KV, D, D_V = 4, 2, 16, 8
 Q_LENGTHS, K_LENGTHS = (5, 0, 9), (7, 3, 4)
@@ -35,35 +36,24 @@ class Case:
     """A call of one of the forms; `qkv4` and `kv4` are packed arrays of four dimensions."""
 
     def __init__(self, form: str, d: int = D, sink: bool = False, **options: Any) -> None:
-        n_q, n_k = sum(Q_LENGTHS), sum(K_LENGTHS)
-        q, k, v = (n_q, H, d), (n_k, H_KV, d), (n_k, H_KV, D_V)
-        shapes, starts = {
-            "fixed": ({"q": (2, 6, H, d), "k": (2, 8, H_KV, d), "v": (2, 8, H_KV, D_V)}, ()),
-            "varlen": ({"q": q, "k": k, "v": v}, ("_q", "_k")),
-            "qkv": ({"qkv": (n_q, H, 2 * d + D_V)}, ("",)),
-            "qkv4": ({"qkv": (n_q, 3, H, d)}, ("",)),
-            "kv": ({"q": q, "kv": (n_k, H_KV, d + D_V)}, ("_q", "_k")),
-            "kv4": ({"q": q, "kv": (n_k, 2, H_KV, d)}, ("_q", "_k")),
-        }[form]
-        name = {"fixed": "func", "varlen": "varlen_func"}.get(form, f"varlen_{form.rstrip('4')}packed_func")
-        self.function = getattr(rawmla, f"flash_attn_{name}")
-        self.d, self.form, self.keywords = d, form, options
-        self.leaves = {name: torch.randn(shape).half() for name, shape in shapes.items()}
-        if sink:
-            self.leaves["attn_sink"] = torch.linspace(-1, 1, H)
-        if form in ("qkv", "kv"):
-            self.keywords["head_dim_qk"] = d
-        for which in starts:
-            lengths = K_LENGTHS if which == "_k" else Q_LENGTHS
-            self.keywords[f"cu_seqlens{which}"] = torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32)
-            self.keywords[f"max_seqlen{which}"] = max(lengths)
+        lengths: dict[str, Any] = {"s_q": 6, "s_k": 8}
+        if form != "fixed":
+            lengths = {"q_lengths": Q_LENGTHS, "k_lengths": Q_LENGTHS if "qkv" in form else K_LENGTHS}
+        sizes = {"h_q": H, "h_kv": H if "qkv" in form else H_KV, "d_qk": d, "d_v": d if "4" in form else D_V}
+        packed = form if "kv" in form else ""
+        case = MhaCase(**lengths, **sizes, packed=packed, dtype="float16", sink="float32" if sink else None)
+        name, given = named_arguments(make_mha_inputs(case, "cpu"))
+        self.function, self.d, self.form = getattr(rawmla, name), d, form
+        names = [name for name in GRADIENTS if given.get(name) is not None]
+        self.leaves = {name: given.pop(name).contiguous() for name in names}
+        self.keywords = given | options
 
     def fresh(self, needs: tuple[str, ...] | None = None) -> dict[str, Any]:
         """The leaves, of which `needs` require grad; None: all."""
         return {n: x.clone().requires_grad_(needs is None or n in needs) for n, x in self.leaves.items()}
 
     def call(self, leaves: dict[str, Any], **more: Any) -> Any:
-        return self.function(**leaves, **{**self.keywords, **more})
+        return self.function(**{**self.keywords, **leaves, **more})
 
     def parts(self, name: str, grad: Any) -> list[Any]:
         """The parts of a gradient that are of one array."""
