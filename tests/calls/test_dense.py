@@ -10,7 +10,7 @@ import pytest
 
 import rawmla
 from calls.fakes import Arguments, FakeArray, FakeFramework, World, both, change, contiguous, put
-from calls.refusals import Refusal, check_refused, each, shapes
+from calls.refusals import Refusal, check_all_refused, check_refused, each, shapes
 from rawmla.kernels.mha_forward import NO_BOUND, MhaForwardCall
 
 B, TOTAL_Q, TOTAL_K, H_Q, H_KV, D_QK, D_V = 3, 40, 56, 8, 2, 128, 64
@@ -90,12 +90,6 @@ EXPECTED = MhaForwardCall(
     out_strides=(0, 512, 64),
     lse_strides=(0, TOTAL_Q),
     softmax_scale=D_QK**-0.5,
-    window_left=NO_BOUND,
-    window_right=NO_BOUND,
-    softcap=0.0,
-    sink_dtype=None,
-    alibi_stride_b=0,
-    has_alibi=False,
 )
 FIXED = EXPECTED._replace(
     varlen=False,
@@ -149,11 +143,6 @@ def test_refused(world: World, refusal: Refusal) -> None:
     check_refused(world, rawmla.flash_attn_varlen_func, with_out, refusal)
 
 
-def test_refused_with_one_length(world: World) -> None:
-    refusal = "q", ValueError, "2**30 tokens", shapes(q=(B, 2**29, H_Q, D_QK))
-    check_refused(world, rawmla.flash_attn_func, fixed, refusal)
-
-
 def of_columns(*shape: int, **more: Any) -> Callable[[Arguments], None]:
     """Make the packed array of a call another one, and other arguments."""
 
@@ -180,16 +169,12 @@ OF_KV: list[Refusal] = [
 ]
 
 
-@each(OF_QKV)
-def test_refused_with_a_packed_qkv(world: World, refusal: Refusal) -> None:
-    function = rawmla.flash_attn_varlen_qkvpacked_func
-    check_refused(world, function, lambda: packed_qkv(40, 3, 8, 64), refusal)
-
-
-@each(OF_KV)
-def test_refused_with_a_packed_kv(world: World, refusal: Refusal) -> None:
-    function = rawmla.flash_attn_varlen_kvpacked_func
-    check_refused(world, function, lambda: packed_kv(56, 2, 2, 128), refusal)
+def test_refused_in_other_forms(world: World) -> None:
+    too_many = "q", ValueError, "2**30 tokens", shapes(q=(B, 2**29, H_Q, D_QK))
+    check_refused(world, rawmla.flash_attn_func, fixed, too_many)
+    of_qkv, of_kv = rawmla.flash_attn_varlen_qkvpacked_func, rawmla.flash_attn_varlen_kvpacked_func
+    check_all_refused(world, of_qkv, lambda: packed_qkv(40, 3, 8, 64), OF_QKV)
+    check_all_refused(world, of_kv, lambda: packed_kv(56, 2, 2, 128), OF_KV)
 
 
 # ---- launches

@@ -73,7 +73,6 @@ EXPECTED = BackwardCall(
     dq_strides=(0, H_Q * D_QK, D_QK),
     dk_strides=(0, H_KV * D_QK, D_QK),
     dv_strides=(0, H_KV * D_V, D_V),
-    has_dlse=False,
     deterministic=False,
     needs=Needs(True, True, True, False),
 )
