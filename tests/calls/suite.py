@@ -37,6 +37,13 @@ each_case = pytest.mark.parametrize(
 )
 
 
+def each_entry(field: str, name: str) -> pytest.MarkDecorator:
+    """A test for each entry of a dict of each operation (`bad`, `empty`, `strides`)."""
+    pairs = [(operation, key) for operation in HOST_OPERATIONS for key in getattr(operation, field)]
+    ids = [f"{operation.name}-{key}" for operation, key in pairs]
+    return pytest.mark.parametrize(("operation", name), pairs, ids=ids)
+
+
 @cache
 def tensors(operation: str, case: int) -> Call:
     """The call of a case in tensors of the CPU, which only their layout is taken from."""

@@ -193,18 +193,12 @@ def test_each_array_is_read_once(
 
 
 def test_second_derivative(launches: Launches) -> None:
-    case = Case("fixed", sink=True)
+    """It is refused though the gradient of out requires no grad."""
+    case = Case("fixed")
     leaves = case.fresh()
-    out, lse = case.call(leaves)
-    loss = (out.float() ** 2).sum() + lse.sum()
-    grads = torch.autograd.grad(loss, list(leaves.values()), create_graph=True)
-    assert all(x.requires_grad for x in grads)
+    (dq,) = torch.autograd.grad(case.call(leaves)[0].sum(), leaves["q"], create_graph=True)
     text = "^dense attention has no second derivative: expected .* create_graph=True"
     with pytest.raises(NotImplementedError, match=text):
-        grads[0].float().sum().backward()
-    out, _ = case.call(leaves)
-    (dq,) = torch.autograd.grad(out.sum(), leaves["q"], create_graph=True)
-    with pytest.raises(NotImplementedError, match=text):  # though the gradient of out requires no grad
         dq.float().sum().backward()
 
 
@@ -217,17 +211,6 @@ def test_changes_in_place_are_found(launches: Launches, name: str) -> None:
     with torch.no_grad():
         {**leaves, **case.keywords, "out": out}[name].add_(0)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-
-
-def test_backward_twice(launches: Launches) -> None:
-    case = Case("fixed")
-    leaves = case.fresh()
-    loss = case.call(leaves)[0].float().sum()
-    loss.backward(retain_graph=True)
-    loss.backward()
-    assert bool((leaves["q"].grad == 2 * DQ).all())
-    with pytest.raises(RuntimeError, match="second time"):
         loss.backward()
 
 

@@ -11,7 +11,7 @@ import rawmla
 from calls import test_dense as forward
 from calls.fakes import Arguments, FakeArray, World, both, change, contiguous, put
 from calls.refusals import Refusal, check_refused, each, shapes
-from calls.test_dense import D_QK, D_V, H_KV, H_Q, OUT, S_Q, TOTAL_Q, B, K, Q, V
+from calls.test_dense import D_QK, D_V, H_KV, H_Q, OUT, TOTAL_Q, K, Q, V
 from rawmla.kernels.mha_backward import BackwardAddresses, BackwardCall
 from rawmla.kernels.mha_backward_variants import Needs
 
@@ -35,15 +35,6 @@ def optional() -> Arguments:
     given = {name: FakeArray(SHAPES[name], "bfloat16", ptr=ptr) for name, ptr in places}
     dlse = FakeArray((TOTAL_Q, H_Q), "float32", ptr=0x8804)
     return forward.optional() | plain() | given | {"dlse": dlse}
-
-
-def fixed() -> Arguments:
-    """A call of `flash_attn_backward` that is accepted."""
-    return forward.fixed() | {
-        "dout": FakeArray((B, S_Q, H_Q, D_V), "bfloat16", ptr=0x7000),
-        "out": FakeArray((B, S_Q, H_Q, D_V), "bfloat16", ptr=0x7800),
-        "lse": FakeArray((B, H_Q, S_Q), "float32", ptr=0x8004),
-    }
 
 
 def call(arguments: Arguments, **more: Any) -> tuple[Any, ...]:

@@ -220,14 +220,6 @@ def test_scratch(world: World) -> None:
     assert world.prefix[1].stream == jit.NO_LAUNCH and world.framework.allocated == [scratch]
 
 
-def test_own_tokens_from_the_cache(world: World) -> None:
-    call(plain(), k=None, v=None)
-    (launch,) = world.prefix
-    nothing: Arguments = {"total_k": 0, "k_strides": (0, 0, 0), "v_strides": (0, 0, 0)}
-    assert launch.call == changed(EXPECTED, {"own_in_cache": True}, **nothing)
-    assert launch.addresses == PLAIN_ADDRESSES._replace(k=0, v=0)
-
-
 @pytest.mark.parametrize(
     ("sliding_window", "window"),
     (
@@ -281,20 +273,6 @@ def test_scales(world: World) -> None:
     assert launch.call == changed(FP8, {"k_scale": 0.5, "v_scale": 2.0, "out_scale": 3.0})
     assert launch.addresses == ADDRESSES._replace(k_scale=0, v_scale=0, out_scale=0)
     assert type(launch.call.cache.v_scale) is type(launch.call.cache.out_scale) is float
-
-
-@pytest.mark.parametrize(
-    ("block_size", "pack", "v_pack"), ((16, 1, 1), (16, 8, 8), (16, 16, 0), (1, 1, 0), (544, 32, 32))
-)
-def test_interleaved_v(world: World, block_size: int, pack: int, v_pack: int) -> None:
-    """A factor of block_size is the same memory as no factor."""
-    arguments = plain()
-    caches = {"k_cache": (BLOCKS, H_KV, D // X, block_size, X), "v_cache": (BLOCKS, H_KV, D, block_size)}
-    shapes(**caches)(arguments)
-    call(arguments, interleaved_v_pack_factor=pack)
-    strides = (2 * D * block_size, D * block_size)
-    cache = {"block_size": block_size, "v_pack": v_pack, "k_strides": strides, "v_strides": strides}
-    assert world.prefix[0].call == changed(EXPECTED, cache)
 
 
 # ---- layouts
