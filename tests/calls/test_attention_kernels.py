@@ -192,9 +192,7 @@ def forward_params(device: Device, **changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("block_k", "seqlen_k", "columns", "tiles"),
     (
-        (128, 500, 4, 1),
         (256, 500, 2, 2),
-        (512, 500, 1, 4),
         (384, 300, 1, 3),
         (128, 129, 2, 1),
         (128, 40, 1, 1),

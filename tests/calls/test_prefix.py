@@ -220,23 +220,14 @@ def test_scratch(world: World) -> None:
     assert world.prefix[1].stream == jit.NO_LAUNCH and world.framework.allocated == [scratch]
 
 
-@pytest.mark.parametrize(
-    ("sliding_window", "window"),
-    (
-        (None, NO_BOUND),
-        (0, NO_BOUND),
-        (1, 0),
-        (np.int64(3), 2),
-        (2**30, 2**30 - 1),
-        (2**40, NO_BOUND),
-    ),
-)
-def test_windows(world: World, sliding_window: Any, window: int) -> None:
-    for causal, right in ((True, 0), (False, NO_BOUND)):
-        call(plain(), sliding_window=sliding_window, causal=causal)
-        launched = world.prefix[-1].call
-        assert launched == EXPECTED._replace(window_left=window, window_right=right)
-        assert type(launched.window_left) is int
+def test_windows(world: World) -> None:
+    no_bounds = [(None, NO_BOUND), (0, NO_BOUND), (2**40, NO_BOUND)]
+    for sliding_window, window in (*no_bounds, (1, 0), (np.int64(3), 2), (2**30, 2**30 - 1)):
+        for causal, right in ((True, 0), (False, NO_BOUND)):
+            call(plain(), sliding_window=sliding_window, causal=causal)
+            launched = world.prefix[-1].call
+            assert launched == EXPECTED._replace(window_left=window, window_right=right)
+            assert type(launched.window_left) is int
 
 
 @pytest.mark.parametrize("name", ("auto", "float16", "bfloat16"))
@@ -250,20 +241,19 @@ def test_caches_of_numbers(world: World, name: str) -> None:
         assert world.prefix[-1].call == EXPECTED._replace(dtype=dtype)
 
 
-@pytest.mark.parametrize(
-    ("name", "kind", "dtypes"),
-    (
-        ("fp8", "e4m3", ("float8_e4m3fn", "uint8")),
-        ("fp8_e4m3", "e4m3", ("int8", "float8_e4m3fn")),
-        ("fp8_e5m2", "e5m2", ("float8_e5m2", "int8")),
-    ),
-)
-def test_caches_of_fp8(world: World, name: str, kind: str, dtypes: tuple[str, str]) -> None:
-    arguments = fp8() | {DTYPE_NAME: name}
-    change("k_cache", dtype=dtypes[0])(arguments)
-    change("v_cache", dtype=dtypes[1])(arguments)
-    call(arguments)
-    assert world.prefix[0].call == changed(FP8, {"dtype": kind})
+def test_caches_of_fp8(world: World) -> None:
+    """Bytes may have any of three dtypes, and two names."""
+    for name, kind, dtype in (
+        ("fp8_e4m3", "e4m3", "float8_e4m3fn"),
+        ("fp8_e5m2", "e5m2", "float8_e5m2"),
+        ("fp8", "e4m3", "float8_e4m3fn"),
+    ):
+        for dtypes in (("uint8", "uint8"), (dtype, "int8"), ("int8", dtype)):
+            arguments = fp8() | {DTYPE_NAME: name}
+            for cache, of_cache in zip(CACHES, dtypes, strict=True):
+                change(cache, dtype=of_cache)(arguments)
+            call(arguments)
+            assert world.prefix[-1].call == changed(FP8, {"dtype": kind})
 
 
 def test_scales(world: World) -> None:
@@ -337,12 +327,11 @@ def test_inner_dimensions_of_one_element(world: World) -> None:
 @pytest.mark.parametrize(
     "spoil",
     (
-        shapes(q=(0, *Q[1:]), o=(0, *Q[1:]), k=(0, *KV[1:]), v=(0, *KV[1:])),
         put("max_input_len", 0),
         shapes(b_seq_len=(0,), b_start_loc=(1,), b_loc=(0, COLUMNS)),
         both(put("skip_decode", True), put("max_input_len", 1)),
     ),
-    ids=("no tokens", "no length", "no requests", "decoding alone"),
+    ids=("no length", "no requests", "decoding alone"),
 )
 def test_nothing_is_launched(world: World, spoil: Callable[[Arguments], None]) -> None:
     arguments = plain()
@@ -373,12 +362,6 @@ def test_other_scales(world: World, name: str) -> None:
     assert prepared(world.prefix) == [0, 1, 2, 0]
     member = name.removeprefix("fp8_")
     assert [getattr(launch.call.cache, member) for launch in world.prefix] == [0.5, 0.25, None, 0.5]
-
-
-def test_another_name_of_the_same_bytes(world: World) -> None:
-    for name in ("fp8_e4m3", "fp8_e5m2", "fp8"):
-        call(fp8() | {DTYPE_NAME: name})
-    assert [launch.call.cache.dtype for launch in world.prefix] == ["e4m3", "e5m2", "e4m3"]
 
 
 def test_upper_bound_that_changes_nothing(world: World) -> None:
