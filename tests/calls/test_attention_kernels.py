@@ -219,12 +219,8 @@ def test_without_lists(device: Device) -> None:
     assert min(found[n] for n in ("mask_batches", "mask_heads", "block_q", "block_k", "block_tiles")) == 1
     assert forward_params(device, lists=None, seqlen_k=0)["block_tiles"] == 1
     backward(lists=None, deterministic=True)
-    assert [x.name for x in device.launched] == [
-        "mha_backward_prepare",
-        "mha_backward",
-        "mha_backward_finish",
-    ]
-    found = read(device.launched[1])
+    _, main, _ = device.launched
+    found = read(main)
     assert found["turns"] and not found["ranks"]
     assert min(found[name] for name in ("mask_batches", "mask_heads", "block_rows", "block_k")) == 1
 
@@ -384,15 +380,6 @@ def test_captured_gradients_in_a_fixed_order(device: Device, captured: Any, scat
         assert (found["largest"], found["out"]) == (largest.address + 4 * i, 0x50000 + i)
         assert found["sums_are"] == flex_captured.CELLS
         assert 2 ** found["terms_log2"] >= terms > 2 ** (found["terms_log2"] - 1)
-
-
-def test_captured_gradients_digit_by_digit(device: Device) -> None:
-    """One pass; 32 elements take 3,200 bytes."""
-    captured = (CapturedGradient(33, "float32"), CapturedGradient(7, "bfloat16"))
-    backward(lists=None, deterministic=True, **{**SITES, "captured": captured})
-    first, second, one_pass, *_ = device.launched[3:]
-    assert [x.size for x in (first, second)] == [6400, 3200] and first.address % 128 == 0
-    assert dict(one_pass.spec.defines)["PASS"] == flex_captured.IN_DIGITS
 
 
 @pytest.mark.parametrize(

@@ -268,28 +268,24 @@ def test_scales(world: World) -> None:
 # ---- layouts
 
 
-@pytest.mark.parametrize("make", (plain, fp8))
-@pytest.mark.parametrize(
-    ("changes", "is_aligned"),
-    (
-        ({"strides": (128, 40 * 128, 1)}, True),
-        ({"strides": (8192, 144, 1)}, True),
-        ({"ptr": 0x4002}, False),
-        ({"strides": (1025, 128, 1)}, False),
-        ({"strides": (1060, 132, 1)}, False),
-    ),
-    ids=str,
+LAYOUTS_OF_O: tuple[tuple[Arguments, bool], ...] = (
+    ({"strides": (128, 40 * 128, 1)}, True),
+    ({"strides": (8192, 144, 1)}, True),
+    ({"ptr": 0x4002}, False),
+    ({"strides": (1025, 128, 1)}, False),
+    ({"strides": (1060, 132, 1)}, False),
 )
-def test_layouts_of_o(
-    world: World, make: Callable[[], Arguments], changes: Arguments, is_aligned: bool
-) -> None:
+
+
+@pytest.mark.parametrize(("changes", "is_aligned"), LAYOUTS_OF_O, ids=str)
+def test_layouts_of_o(world: World, changes: Arguments, is_aligned: bool) -> None:
     """Without alignment it is written all the same, not by TMA."""
-    arguments = make()
-    change("o", **changes)(arguments)
-    assert call(arguments) is arguments["o"]
-    launched = world.prefix[0].call
-    assert launched.out_strides == (0, *changes.get("strides", (1024, 128, 1))[:-1])
-    assert launched.out_is_aligned == is_aligned and not world.framework.copied
+    for arguments in (plain(), fp8()):
+        change("o", **changes)(arguments)
+        assert call(arguments) is arguments["o"]
+        launched = world.prefix[-1].call
+        assert launched.out_strides == (0, *changes.get("strides", (1024, 128, 1))[:-1])
+        assert launched.out_is_aligned == is_aligned and not world.framework.copied
 
 
 @pytest.mark.parametrize("block_size", (1, 3, 1056))
