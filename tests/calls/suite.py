@@ -62,11 +62,6 @@ def stand_in(x: Any) -> FakeArray:
     return FakeArray(tuple(x.shape), dtype, tuple(x.stride()), ptr=x.data_ptr() or 0x100)
 
 
-def tensor_like(x: FakeArray) -> Any:
-    """A tensor of the shape and dtype of a stand-in."""
-    return torch.empty(x.shape, dtype=getattr(torch, x.dtype))
-
-
 def stand_ins(value: Any, change: Change = lambda x: x) -> Any:
     """An argument with stand-ins for its tensors."""
     return change_arrays(value, lambda x: change(stand_in(x)))
@@ -98,11 +93,6 @@ def in_tensors(operation: Operation, case: Any = None) -> Arguments:
 def all_arguments(operation: Operation, case: Any = None) -> Arguments:
     """The same in stand-ins."""
     return {name: stand_ins(value) for name, value in in_tensors(operation, case).items()}
-
-
-def array_names(operation: Operation) -> list[str]:
-    """The names of the arguments that are arrays, or lists of them, also of a plan and of what is written."""
-    return [name for name, x in in_tensors(operation).items() if isinstance(x, (torch.Tensor, list))]
 
 
 def arrays_of(arguments: Arguments) -> Arguments:

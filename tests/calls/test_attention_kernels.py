@@ -121,23 +121,18 @@ def split_lengths(changes: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("tiles", "key_blocks", "split_bytes", "splits"),
-    (
-        (106, 1000, 1024, 1),
-        (105, 1000, 1024, 1),
-        (66, 1000, 1024, 2),
-        (4, 1000, 1024, 32),
-        (5, 1000, 1024, 26),
-        (4, 11, 1024, 2),
-        (4, 3, 1024, 1),
-        (4, 0, 1024, 1),
-        (4, 1000, mha_combine.state_bytes(32 * 8192, 128), 1),
-        (4, 1000, mha_combine.MAX_SCRATCH // 3, 3),
-    ),
+    ("tiles", "key_blocks", "splits"),
+    ((105, 1000, 1), (66, 1000, 2), (4, 1000, 32), (5, 1000, 26), (4, 11, 2), (4, 3, 1), (4, 0, 1)),
 )
-def test_splits(tiles: int, key_blocks: int, split_bytes: int, splits: int) -> None:
-    """Only where tiles are few; into parts of 4 blocks at least, whose results take 32 MiB at most."""
-    assert mha_combine.num_splits(tiles, key_blocks, SMS, split_bytes) == splits
+def test_splits(tiles: int, key_blocks: int, splits: int) -> None:
+    """Only where tiles are few; into parts of 4 blocks at least."""
+    assert mha_combine.num_splits(tiles, key_blocks, SMS, 1024) == splits
+
+
+def test_size_of_splits() -> None:
+    """The results of all parts take 32 MiB at most."""
+    assert mha_combine.num_splits(4, 1000, SMS, mha_combine.state_bytes(32 * 8192, 128)) == 1
+    assert mha_combine.num_splits(4, 1000, SMS, mha_combine.MAX_SCRATCH // 3) == 3
 
 
 @pytest.mark.parametrize("total_q", (100, 10_000, 10_000_000))
@@ -191,12 +186,7 @@ def forward_params(device: Device, **changes: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("block_k", "seqlen_k", "columns", "tiles"),
-    (
-        (256, 500, 2, 2),
-        (384, 300, 1, 3),
-        (128, 129, 2, 1),
-        (128, 40, 1, 1),
-    ),
+    ((256, 500, 2, 2), (512, 500, 1, 4), (384, 300, 1, 3), (128, 129, 2, 1), (128, 40, 1, 1)),
 )
 def test_counts_are_clipped(device: Device, block_k: int, seqlen_k: int, columns: int, tiles: int) -> None:
     """To the blocks that there are, in lists that claim more; and a block has the steps that it needs."""

@@ -230,7 +230,6 @@ OUT_ARRAY, SLOPES = torch.zeros(2, 6, H, D_V).half(), torch.ones(H, requires_gra
 REFUSED: tuple[tuple[dict[str, Any], type[Exception], str], ...] = (
     ({"attention_chunk": 4}, ValueError, "attention_chunk: expected 0"),
     ({"out": OUT_ARRAY}, ValueError, "out: expected None where a gradient is needed"),
-    ({"out": SLOPES}, ValueError, "out: expected None where a gradient is needed"),
     ({"alibi_slopes": SLOPES}, ValueError, "alibi_slopes: expected a tensor that needs no gradient here"),
     ({"k": [1]}, TypeError, "k: expected a torch tensor"),
     ({"v": torch.zeros(1, 8, H_KV, D_V).half()}, ValueError, "v: expected shape"),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 import rawmla
 from calls.fakes import COPY, FakeFramework, World
 from calls.suite import (
@@ -19,7 +21,6 @@ from calls.suite import (
     run,
     stand_in,
     stand_ins,
-    tensor_like,
     tensors_of,
 )
 from operations import Operation
@@ -96,7 +97,7 @@ def test_given_results(world: World, operation: Operation) -> None:
     new = make_call(operation).run()
     made = len(world.framework.allocated)
     for name, result in zip(operation.outputs, new, strict=False):
-        like = tensor_like(result)
+        like = torch.empty(result.shape, dtype=getattr(torch, result.dtype))
         _, tensor = between_canaries(like, operation.out(like))
         given = stand_in(tensor)
         world.begin_again()

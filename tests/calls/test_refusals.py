@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from calls.fakes import Arguments, FakeArray, FakeFramework, World, contiguous
 from calls.suite import (
     HOST_OPERATIONS,
     all_arguments,
-    array_names,
     arrays_of,
     change_last,
     each_entry,
@@ -102,7 +102,12 @@ def compares(argument: str) -> str:
     return rf"{names(argument)}|\b(the device of|as) {argument}\b"
 
 
-ARRAYS = [(operation, name) for operation in HOST_OPERATIONS for name in array_names(operation)]
+ARRAYS = [
+    (operation, name)
+    for operation in HOST_OPERATIONS
+    for name, value in in_tensors(operation).items()
+    if isinstance(value, (torch.Tensor, list))
+]
 each_array = pytest.mark.parametrize(
     ("operation", "name"), ARRAYS, ids=[f"{operation.name}-{name}" for operation, name in ARRAYS]
 )

@@ -29,11 +29,8 @@ from rawmla import reference
 
 SPLIT = [one for one in HOST_OPERATIONS if one.name.startswith(("dense", "sparse", "prefill"))]
 each_one = pytest.mark.parametrize("operation", SPLIT, ids=lambda operation: operation.name)
-each_kind = pytest.mark.parametrize(
-    "operation",
-    [operation for operation in SPLIT if operation.name in ("dense", "sparse_v32", "prefill_v32")],
-    ids=lambda operation: operation.name,
-)
+KINDS = [one for one in SPLIT if one.name in ("dense", "sparse_v32", "prefill_v32")]
+each_kind = pytest.mark.parametrize("operation", KINDS, ids=lambda operation: operation.name)
 
 
 def with_pair(operation: Operation, case: Any = None) -> Arguments:
