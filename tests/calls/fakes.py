@@ -222,64 +222,31 @@ class PreparedSparseDecode(PreparedDecode):
 
 
 class PreparedMha:
-    """Stands in for the launch of dense attention."""
+    """Stands in for the launches of attention whose V is no part of K, or of its backward."""
 
-    scratch_bytes = 48
-    addresses: type = mha_forward.MhaForwardAddresses
-
-    def __init__(self, launches: list[SimpleNamespace], call: Any, capturing: Callable[[], bool]) -> None:
-        self.launches = launches
-        self.call = call
-        self.capturing = capturing
-
-    def launch(self, stream: int, addresses: Any, scratch: int) -> None:
-        self.launches.append(
-            SimpleNamespace(
-                call=self.call,
-                addresses=self.addresses(*addresses),
-                stream=stream,
-                scratch=scratch,
-                prepared=self,
-            )
-        )
-
-
-class PreparedMhaBackward(PreparedMha):
-    """Stands in for the launches of its backward."""
-
-    addresses = mha_backward.BackwardAddresses
-
-
-class PreparedPrefix(PreparedMha):
-    """Stands in for the launch of prefix prefill: with scratch in some calls, without in others."""
-
-    scratch_bytes = property(lambda self: 0 if self.call.window_right == 0 else 48)  # type: ignore[assignment]
-
-
-class PreparedFlex(PreparedMha):
-    """Stands in for the launch of flex attention."""
-
-    scratch_bytes = 16
+    def __init__(
+        self,
+        launches: list[SimpleNamespace],
+        addresses: type,
+        scratch_bytes: int,
+        call: Any,
+        capturing: Callable[[], bool],
+    ) -> None:
+        self.launches, self.addresses, self.scratch_bytes = launches, addresses, scratch_bytes
+        self.call, self.capturing = call, capturing
 
     def launch(self, stream: int, addresses: Any, scratch: int, *of_mods: Any) -> None:
-        super().launch(stream, addresses, scratch)
-        (*more, score_mod, mask_mod), mods, launch = of_mods, self.call.mods, self.launches[-1]
-        launch.more = mha_forward.ModAddresses(*more)
-        launch.score_mod, launch.mask_mod = score_mod, mask_mod
-        assert (len(score_mod), len(mask_mod)) == (mods.score_mod_bytes, mods.mask_mod_bytes)
-
-
-class PreparedFlexBackward(PreparedMha):
-    """Stands in for the launches of its backward."""
-
-    addresses = mha_backward.BackwardAddresses
-    scratch_bytes = 200
-
-    def launch(self, stream: int, addresses: Any, scratch: int, *of_mods: Any) -> None:
-        super().launch(stream, addresses, scratch)
-        (*lists, score_mod, mask_mod, captured), mods, last = of_mods, self.call.mods, self.launches[-1]
-        last.lists, last.score_mod, last.mask_mod, last.captured = lists, score_mod, mask_mod, captured
-        assert (len(score_mod), len(mask_mod)) == (mods.score_mod_bytes, mods.mask_mod_bytes)
+        launch = SimpleNamespace(call=self.call, stream=stream, scratch=scratch, prepared=self)
+        launch.addresses = self.addresses(*addresses)
+        if self.call.mods is not None:
+            if self.addresses is mha_forward.MhaForwardAddresses:
+                *more, launch.score_mod, launch.mask_mod = of_mods
+                launch.more = mha_forward.ModAddresses(*more)
+            else:
+                *launch.lists, launch.score_mod, launch.mask_mod, launch.captured = of_mods
+            assert len(launch.score_mod) == self.call.mods.score_mod_bytes
+            assert len(launch.mask_mod) == self.call.mods.mask_mod_bytes
+        self.launches.append(launch)
 
 
 class LoadedKernel:
@@ -316,16 +283,16 @@ def make_world(monkeypatch: pytest.MonkeyPatch) -> World:
     monkeypatch.setattr(sparse_decode, "PreparedSparse", partial(PreparedSparseDecode, made.sparse))
 
     def prepared_forward(call: Any, capturing: Callable[[], bool]) -> PreparedMha:
+        launches, scratch_bytes = made.mha, 48
         if call.mods is not None:
-            return PreparedFlex(made.flex, call, capturing)
-        if call.cache is not None:
-            return PreparedPrefix(made.prefix, call, capturing)
-        return PreparedMha(made.mha, call, capturing)
+            launches, scratch_bytes = made.flex, 16
+        elif call.cache is not None:  # with scratch in some calls, without in others
+            launches, scratch_bytes = made.prefix, 0 if call.window_right == 0 else 48
+        return PreparedMha(launches, mha_forward.MhaForwardAddresses, scratch_bytes, call, capturing)
 
     def prepared_backward(call: Any, capturing: Callable[[], bool]) -> PreparedMha:
-        if call.mods is not None:
-            return PreparedFlexBackward(made.flex_backward, call, capturing)
-        return PreparedMhaBackward(made.mha_backward, call, capturing)
+        launches, scratch_bytes = (made.mha_backward, 48) if call.mods is None else (made.flex_backward, 200)
+        return PreparedMha(launches, mha_backward.BackwardAddresses, scratch_bytes, call, capturing)
 
     monkeypatch.setattr(mha_forward, "PreparedMhaForward", prepared_forward)
     monkeypatch.setattr(mha_backward, "PreparedMhaBackward", prepared_backward)

@@ -40,6 +40,7 @@ def check_refused(
     """
     argument, error, text, wrong = refusal
     for is_first in (True, False):
+        world.begin_again()
         arguments = make()
         if isinstance(wrong, FunctionType):
             wrong(arguments)
@@ -47,7 +48,6 @@ def check_refused(
             change(argument, **wrong)(arguments)
         else:
             arguments[argument] = wrong
-        before = _events(world)
         with pytest.raises(error) as caught:
             function(**arguments)
         message = str(caught.value)
@@ -55,7 +55,7 @@ def check_refused(
         assert message.startswith(f"{argument}: expected") and ", got " in message, message
         for part in text.split(" ... "):
             assert part in message, message
-        assert _events(world) == before
+        assert world.untouched
         if is_first:
             function(**make())
             assert world.launched
@@ -67,9 +67,3 @@ def check_all_refused(
     """Check every row of a table."""
     for refusal in refusals:
         check_refused(world, function, make, refusal)
-
-
-def _events(world: World) -> tuple[int, ...]:
-    made = world.framework
-    found: tuple[list[Any], ...] = (made.allocated, made.copied, made.filled, world.loaded, world.launched)
-    return tuple(map(len, found))

@@ -37,6 +37,13 @@ each_case = pytest.mark.parametrize(
 )
 
 
+def each_entry(field: str, name: str) -> pytest.MarkDecorator:
+    """A test for each entry of a dict of each operation (`bad`, `empty`, `strides`)."""
+    pairs = [(operation, key) for operation in HOST_OPERATIONS for key in getattr(operation, field)]
+    ids = [f"{operation.name}-{key}" for operation, key in pairs]
+    return pytest.mark.parametrize(("operation", name), pairs, ids=ids)
+
+
 @cache
 def tensors(operation: str, case: int) -> Call:
     """The call of a case in tensors of the CPU, which only their layout is taken from."""
@@ -53,11 +60,6 @@ def stand_in(x: Any) -> FakeArray:
     """A stand-in for a tensor, on the GPU."""
     dtype = str(x.dtype).removeprefix("torch.")
     return FakeArray(tuple(x.shape), dtype, tuple(x.stride()), ptr=x.data_ptr() or 0x100)
-
-
-def tensor_like(x: FakeArray) -> Any:
-    """A tensor of the shape and dtype of a stand-in."""
-    return torch.empty(x.shape, dtype=getattr(torch, x.dtype))
 
 
 def stand_ins(value: Any, change: Change = lambda x: x) -> Any:
@@ -91,11 +93,6 @@ def in_tensors(operation: Operation, case: Any = None) -> Arguments:
 def all_arguments(operation: Operation, case: Any = None) -> Arguments:
     """The same in stand-ins."""
     return {name: stand_ins(value) for name, value in in_tensors(operation, case).items()}
-
-
-def array_names(operation: Operation) -> list[str]:
-    """The names of the arguments that are arrays, or lists of them, also of a plan and of what is written."""
-    return [name for name, x in in_tensors(operation).items() if isinstance(x, (torch.Tensor, list))]
 
 
 def arrays_of(arguments: Arguments) -> Arguments:

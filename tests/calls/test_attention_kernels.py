@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from kernel_params import PARAMS, read_params
 
 from calls.test_dense import EXPECTED as DENSE
 from calls.test_flex import EV, EXPECTED, EXPECTED_LISTS, HKV, HQ, B, E, L, S
@@ -20,7 +20,6 @@ from rawmla.flex.functions import header_of
 from rawmla.flex.mods import CudaMod
 from rawmla.jit.table import BoundedTable
 from rawmla.kernels import (
-    block_mask,
     flex_captured,
     mha_backward,
     mha_backward_variants,
@@ -122,23 +121,18 @@ def split_lengths(changes: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("tiles", "key_blocks", "split_bytes", "splits"),
-    (
-        (106, 1000, 1024, 1),
-        (105, 1000, 1024, 1),
-        (66, 1000, 1024, 2),
-        (4, 1000, 1024, 32),
-        (5, 1000, 1024, 26),
-        (4, 11, 1024, 2),
-        (4, 3, 1024, 1),
-        (4, 0, 1024, 1),
-        (4, 1000, mha_combine.state_bytes(32 * 8192, 128), 1),
-        (4, 1000, mha_combine.MAX_SCRATCH // 3, 3),
-    ),
+    ("tiles", "key_blocks", "splits"),
+    ((105, 1000, 1), (66, 1000, 2), (4, 1000, 32), (5, 1000, 26), (4, 11, 2), (4, 3, 1), (4, 0, 1)),
 )
-def test_splits(tiles: int, key_blocks: int, split_bytes: int, splits: int) -> None:
-    """Only where tiles are few; into parts of 4 blocks at least, whose results take 32 MiB at most."""
-    assert mha_combine.num_splits(tiles, key_blocks, SMS, split_bytes) == splits
+def test_splits(tiles: int, key_blocks: int, splits: int) -> None:
+    """Only where tiles are few; into parts of 4 blocks at least."""
+    assert mha_combine.num_splits(tiles, key_blocks, SMS, 1024) == splits
+
+
+def test_size_of_splits() -> None:
+    """The results of all parts take 32 MiB at most."""
+    assert mha_combine.num_splits(4, 1000, SMS, mha_combine.state_bytes(32 * 8192, 128)) == 1
+    assert mha_combine.num_splits(4, 1000, SMS, mha_combine.MAX_SCRATCH // 3) == 3
 
 
 @pytest.mark.parametrize("total_q", (100, 10_000, 10_000_000))
@@ -150,15 +144,6 @@ def test_scratch_is_bounded(device: Device, total_q: int) -> None:
         prepared = PreparedMhaForward(call, lambda: False)
         assert 0 <= prepared.scratch_bytes <= mha_combine.MAX_SCRATCH + 16
         assert (prepared.scratch_bytes > 16) == (total_q == 100)
-
-
-def test_kernels_do_not_depend_on_lengths(device: Device) -> None:
-    """The combine is loaded in any case, so that a capture of another length finds it."""
-    for max_seqlen_k in (1, 100_000):
-        call = DENSE._replace(b=1, max_seqlen_q=100, max_seqlen_k=max_seqlen_k)
-        PreparedMhaForward(call, lambda: False)
-    specs = [kernel.spec for kernel in device.kernels]
-    assert specs[:2] == specs[2:] and [spec.name for spec in specs[:2]] == ["mha_forward", "mha_combine"]
 
 
 @pytest.mark.parametrize("pointers", (False, True))
@@ -201,14 +186,7 @@ def forward_params(device: Device, **changes: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("block_k", "seqlen_k", "columns", "tiles"),
-    (
-        (128, 500, 4, 1),
-        (256, 500, 2, 2),
-        (512, 500, 1, 4),
-        (384, 300, 1, 3),
-        (128, 129, 2, 1),
-        (128, 40, 1, 1),
-    ),
+    ((256, 500, 2, 2), (512, 500, 1, 4), (384, 300, 1, 3), (128, 129, 2, 1), (128, 40, 1, 1)),
 )
 def test_counts_are_clipped(device: Device, block_k: int, seqlen_k: int, columns: int, tiles: int) -> None:
     """To the blocks that there are, in lists that claim more; and a block has the steps that it needs."""
@@ -231,46 +209,22 @@ def test_without_lists(device: Device) -> None:
     assert min(found[n] for n in ("mask_batches", "mask_heads", "block_q", "block_k", "block_tiles")) == 1
     assert forward_params(device, lists=None, seqlen_k=0)["block_tiles"] == 1
     backward(lists=None, deterministic=True)
-    assert [x.name for x in device.launched] == [
-        "mha_backward_prepare",
-        "mha_backward",
-        "mha_backward_finish",
-    ]
-    found = read(device.launched[1])
+    _, main, _ = device.launched
+    found = read(main)
     assert found["turns"] and not found["ranks"]
     assert min(found[name] for name in ("mask_batches", "mask_heads", "block_rows", "block_k")) == 1
 
 
 @pytest.mark.parametrize(("seqlen_q", "counted"), ((2 * 128, False), (128 * 9, True)))
 def test_scratch(device: Device, seqlen_q: int, counted: bool) -> None:
-    """A counter where there are more tiles than SMs."""
+    """A counter where there are more tiles than SMs, which begins at 0."""
     made = forward(seqlen_q=seqlen_q)
     assert made.scratch_bytes == 16 * counted
     assert device.kernels[0].grid == (min(B * HQ * seqlen_q // 128, SMS), 1, 1)
-
-
-def test_what_changes_from_launch_to_launch(device: Device) -> None:
-    made = forward(seqlen_q=10_000, score_mod_bytes=16, mask_mod_bytes=24)
-    for scratch, score, mask in ((0xA000, b"s" * 16, b"m" * 24), (0xB000, b"t" * 16, b"n" * 24)):
-        made.launch(0x51, FORWARD_ADDRESSES, scratch, *MORE, score, mask)
-    assert [(x[0], x[2][0]) for x in device.maps] == [(0x1000, E), (0x2000, E), (0x3000, EV), (0x8000, EV)]
-    clear, first, other_clear, second = device.launched
-    assert (clear.address, clear.size, other_clear.address) == (0xA000, 16, 0xB000) and first.stream == 0x51
-    declared = mha_forward.params_of((16, 24))
-    found = members(declared, first.params)
-    given = {**FORWARD_ADDRESSES._asdict(), **MORE._asdict(), "counter": 0xA000}
-    assert {name: found[name] for name in given if name in found} == {
-        n: x for n, x in given.items() if n in found
-    }
-    places = {member.name: member.offset for member in declared.members}
-    for launch, letters in ((first, b"sm"), (second, b"tn")):
-        for name, letter, size in (("score_mod", letters[:1], 16), ("mask_mod", letters[1:], 24)):
-            assert launch.params[places[name] : places[name] + size] == letter * size
-    assert members(declared, second.params)["counter"] == 0xB000
-    device.launched.clear()
-    forward().launch(0x51, FORWARD_ADDRESSES, 0xA000, *MORE, bytes(8), bytes(8))
-    (launch,) = device.launched  # few tiles need no counter
-    assert members(mha_forward.params_of((8, 8)), launch.params)["counter"] == 0
+    made.launch(0x51, FORWARD_ADDRESSES, SCRATCH, *MORE, bytes(8), bytes(8))
+    *cleared, launch = device.launched
+    assert [(x.address, x.size) for x in cleared] == [(SCRATCH, 16)] * counted
+    assert members(mha_forward.params_of((8, 8)), launch.params)["counter"] == SCRATCH * counted
 
 
 def test_sections_of_heads(device: Device) -> None:
@@ -317,13 +271,6 @@ OF_LISTS = [*range(0xB000, 0xF000, 0x1000)]
 CAPTURED = (CapturedGradient(10, "float32"), CapturedGradient(7, "bfloat16"))
 SITES: dict[str, Any] = {"captured": CAPTURED, "sites": 3, "score_mod_bytes": 24}
 MAIN = ("mha_backward", "mha_backward_by_product")
-STRUCTS = {
-    "mha_backward_prepare": mha_backward.PREPARE_PARAMS,
-    "mha_backward_finish": mha_backward.FINISH_PARAMS,
-    "block_mask_ranks": block_mask.RANKS_PARAMS,
-    "block_mask_scatter": block_mask.SCATTER_PARAMS,
-    "flex_captured_finish": flex_captured.CAPTURED_FINISH_PARAMS,
-}
 
 
 def backward(**changes: Any) -> PreparedMhaBackward:
@@ -339,7 +286,10 @@ def backward(**changes: Any) -> PreparedMhaBackward:
 
 
 def read(launch: Any) -> dict[str, Any]:
-    return members(STRUCTS.get(launch.name) or mha_backward.params_of((8, 8)), launch.params)
+    """The parameters of a launch, of a main kernel those of `backward`."""
+    if (launch.name, False) in PARAMS and launch.name not in MAIN:
+        return read_params(launch.spec, launch.params)
+    return members(mha_backward.params_of((8, 8)), launch.params)
 
 
 def test_three_kernels(device: Device) -> None:
@@ -383,30 +333,6 @@ def test_a_fixed_order(device: Device, dims: tuple[int, int]) -> None:
     assert read(main)["turns"] == read(prepare)["turns"] != 0
 
 
-@pytest.mark.parametrize("needs", [*itertools.product((False, True), repeat=4)], ids=str)
-@pytest.mark.parametrize("deterministic", (False, True))
-def test_some_gradients(device: Device, deterministic: bool, needs: Any) -> None:
-    """What computes no gradient that is needed is not launched; dq alone has sums and turns."""
-    dq, dk, dv, captured = needs
-    more = {**SITES, "scattered": True} if captured else {"score_mod_bytes": 24}
-    backward(needs=Needs(*needs), deterministic=deterministic, **more)
-    kernels = [x for x in device.launched if x.name != "clear"]
-    assert [x.name for x in kernels] == [
-        "mha_backward_prepare",
-        *["block_mask_scatter", "block_mask_ranks"] * (deterministic and dq),
-        *["mha_backward"] * (dq or dk or dv),
-        *["mha_backward_finish"] * dq,
-        *["flex_captured_gradients"] * (captured * (1 + deterministic)),
-        *["flex_captured_finish"] * (captured * (1 + deterministic)),
-    ]
-    first = read(kernels[0])
-    assert (first["dq_accum"] != 0) == dq and (first["turns"] != 0) == (deterministic and dq)
-    for one in kernels:
-        if one.name == "mha_backward":
-            defines = dict(one.spec.defines)
-            assert tuple(defines[f"NEEDS_{name}"] for name in ("DQ", "DK", "DV")) == (dq, dk, dv)
-
-
 @pytest.mark.parametrize("dims", ((64, 64), (256, 256)))
 @pytest.mark.parametrize("needs", (Needs(True, True, True, False), Needs(False, False, False, True)))
 def test_references(device: Device, needs: Needs, dims: tuple[int, int]) -> None:
@@ -446,15 +372,6 @@ def test_captured_gradients_in_a_fixed_order(device: Device, captured: Any, scat
         assert 2 ** found["terms_log2"] >= terms > 2 ** (found["terms_log2"] - 1)
 
 
-def test_captured_gradients_digit_by_digit(device: Device) -> None:
-    """One pass; 32 elements take 3,200 bytes."""
-    captured = (CapturedGradient(33, "float32"), CapturedGradient(7, "bfloat16"))
-    backward(lists=None, deterministic=True, **{**SITES, "captured": captured})
-    first, second, one_pass, *_ = device.launched[3:]
-    assert [x.size for x in (first, second)] == [6400, 3200] and first.address % 128 == 0
-    assert dict(one_pass.spec.defines)["PASS"] == flex_captured.IN_DIGITS
-
-
 @pytest.mark.parametrize(
     ("spilled", "losses", "form"),
     (
@@ -476,14 +393,18 @@ def test_the_other_form_where_functions_would_spill(
     assert read(device.launched[1])["tiles_per_head"] == -(-S // form.tile_keys)
 
 
-def test_maps_are_kept(device: Device) -> None:
-    made = backward()
-    made.launch(0x51, ADDRESSES, SCRATCH, *OF_LISTS, bytes(8), bytes(8), [])
-    places = [ADDRESSES.q, ADDRESSES.dout, ADDRESSES.k, ADDRESSES.v]
-    assert [(x[0], x[2][0]) for x in device.maps] == list(zip(places, (E, EV, E, EV), strict=True))
-
-
 # ---- both directions
+
+
+def test_maps_are_kept(device: Device) -> None:
+    made, places = forward(), (0x1000, 0x2000, 0x3000, 0x8000)
+    for scratch in (0xA000, 0xB000):
+        made.launch(0x51, FORWARD_ADDRESSES, scratch, *MORE, bytes(8), bytes(8))
+    assert [(x[0], x[2][0]) for x in device.maps] == list(zip(places, (E, E, EV, EV), strict=True))
+    device.maps.clear()
+    other, places = backward(), (ADDRESSES.q, ADDRESSES.dout, ADDRESSES.k, ADDRESSES.v)
+    other.launch(0x51, ADDRESSES, SCRATCH, *OF_LISTS, bytes(8), bytes(8), [])
+    assert [(x[0], x[2][0]) for x in device.maps] == list(zip(places, (E, EV, E, EV), strict=True))
 
 
 @pytest.mark.parametrize("call", (FLEX, BACKWARD), ids=("forward", "backward"))
@@ -496,25 +417,3 @@ def test_nothing_is_built_in_a_capture(device: Device, monkeypatch: pytest.Monke
     with pytest.raises(KernelNotReadyError):
         (PreparedMhaForward if call is FLEX else PreparedMhaBackward)(call, lambda: True)
     assert not device.built
-
-
-TEXT = header_of(None, CudaMod("q_idx > kv_idx").mod())
-
-
-@pytest.mark.parametrize("run", (forward, backward))
-def test_kernels_do_not_depend_on_sizes(device: Device, run: Any) -> None:
-    for changes in (
-        {},
-        {"b": 7, "k_batches": 1, "h_q": 4, "seqlen_q": 1, "seqlen_k": 10_000},
-        {"softmax_scale": 0.5, "lists": None},
-        {"d_qk": 120, "d_v": 50, "q_strides": (1 << 40, 8, 8)},
-        {"has_score_mod": True} if run is forward else {"deterministic": True},
-    ):
-        run(**changes)
-    names = ("mha_forward", *MAIN)
-    assert len({x.spec for x in device.kernels if x.spec.name in names}) == 1
-    others: list[dict[str, Any]] = [{"dtype": "float16"}, {"d_v": 65}, {"header": TEXT}]
-    others += [{"max_scores": True}] if run is forward else []
-    for changes in others:
-        run(**changes)
-    assert len({x.spec for x in device.kernels if x.spec.name in names}) == 1 + len(others)

@@ -11,15 +11,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from calls.fakes import Arguments, FakeArray, FakeFramework, World, contiguous
 from calls.suite import (
     HOST_OPERATIONS,
     all_arguments,
-    array_names,
     arrays_of,
     change_last,
+    each_entry,
     each_operation,
+    facts,
     flat,
     in_tensors,
     make_call,
@@ -100,7 +102,12 @@ def compares(argument: str) -> str:
     return rf"{names(argument)}|\b(the device of|as) {argument}\b"
 
 
-ARRAYS = [(operation, name) for operation in HOST_OPERATIONS for name in array_names(operation)]
+ARRAYS = [
+    (operation, name)
+    for operation in HOST_OPERATIONS
+    for name, value in in_tensors(operation).items()
+    if isinstance(value, (torch.Tensor, list))
+]
 each_array = pytest.mark.parametrize(
     ("operation", "name"), ARRAYS, ids=[f"{operation.name}-{name}" for operation, name in ARRAYS]
 )
@@ -120,6 +127,26 @@ def test_wrong_array(world: World, operation: Operation, name: str, wrong: str) 
         # A wrong extent may be found in the next array, which is compared with this one.
         patterns = {"of one dimension more": rf"\b{name}\b", "of another shape": "expected"}
         assert_refused(world, operation, patterns.get(wrong, names(name)), kind, text, bad)
+
+
+ONE_SIZE = ("mha", "mha_varlen", "mha_backward", "mha_varlen_backward", "prefix", "prefix_fp8")
+FREE = {("mha", "q", 1), ("mha", "v", 3), ("mha_varlen", "q", 0), ("mha_varlen", "v", 2)}
+
+
+@pytest.mark.parametrize("which", ONE_SIZE)
+def test_another_extent(world: World, which: str) -> None:
+    """It is refused in every dimension that another array has, too."""
+    (operation,) = [one for one in HOST_OPERATIONS if one.name == which]
+    good = all_arguments(operation)
+    results = zip(operation.outputs, make_call(operation).run(), strict=False)
+    outputs = {name: x.but(framework=None, ptr=0x7000) for name, x in results}
+    free = {*FREE, (which, "b_loc", 1)}
+    for name, value in (arrays_of(good) | outputs).items():
+        for axis, extent in enumerate(value.shape):
+            if (which, name, axis) not in free:
+                shape = (*value.shape[:axis], extent + 8, *value.shape[axis + 1 :])
+                bad = {**good, name: value.but(shape=shape)}
+                assert_refused(world, operation, "expected (a number or )?shape ", ValueError, "", bad)
 
 
 @pytest.mark.parametrize("wrong", PLACES)
@@ -178,20 +205,46 @@ def test_wrong_options(world: World, operation: Operation) -> None:
                 assert_refused(world, operation, rf"^{option.name}: ", ValueError, "finite", bad)
 
 
-BAD = [
-    (operation, text) for operation in HOST_OPERATIONS for text in operation.bad if "on the CPU" not in text
-]
+SECOND_NAMES = {
+    "cu_seqlens_qo": "cu_seqlens_q",
+    "cu_seqlens_kv": "cu_seqlens_k",
+    "max_seqlen_qo": "max_seqlen_q",
+    "max_seqlen_kv": "max_seqlen_k",
+    "learnable_sink": "attn_sink",
+}
+MHA = [operation for operation in HOST_OPERATIONS if operation.name.startswith("mha")]
 
 
-@pytest.mark.parametrize(
-    ("operation", "bad"), BAD, ids=[f"{operation.name}-{text}" for operation, text in BAD]
-)
+@pytest.mark.parametrize("operation", MHA, ids=lambda operation: operation.name)
+def test_second_names(world: World, operation: Operation) -> None:
+    """The names of FlashMLA and FlashAttention mean the same, but not together."""
+    good = {**all_arguments(operation), "attn_sink": FakeArray((4,), "float32", ptr=0x6000)}
+    run(operation, good)
+    want = facts(world)
+    for alias, name in SECOND_NAMES.items():
+        if alias in {parameter.name for parameter in parameters_of(operation)}:
+            world.begin_again()
+            run(operation, {alias if key == name else key: value for key, value in good.items()})
+            assert facts(world) == want
+            text = f"it or {name}, which is the same argument, got both"
+            assert_refused(world, operation, f"^{alias}: ", TypeError, text, {**good, alias: good[name]})
+
+
+@each_entry("bad", "bad")
 def test_wrong_arguments(world: World, operation: Operation, bad: str) -> None:
-    """The rows of the table."""
+    """The rows of the table, but for arrays on the CPU, which stand-ins cannot be."""
     kind, name, changes = operation.bad[bad]
+    if "on the CPU" in bad:
+        return
     changed = changes(in_tensors(operation))
     arguments = all_arguments(operation) | {name: stand_ins(value) for name, value in changed.items()}
     assert_refused(world, operation, rf"^{re.escape(name)}", kind, "", arguments)
+
+
+def overlapping(x: FakeArray) -> FakeArray:
+    """The second half of an element of the first dimension is the first half of the next."""
+    first, *others = contiguous(x.shape)
+    return x.but(strides=(first // 2, *others))
 
 
 WRONG_OUT: dict[str, tuple[type[Exception], Callable[[FakeArray], Any]]] = {
@@ -202,7 +255,8 @@ WRONG_OUT: dict[str, tuple[type[Exception], Callable[[FakeArray], Any]]] = {
     "on another device": (ValueError, lambda x: x.but(device=1)),
     "of another stream": (ValueError, lambda x: x.but(framework=OTHER)),
     "with a strided last dimension": (ValueError, strided),
-    "of overlapping rows": (ValueError, lambda x: x.but(strides=(0, *contiguous(x.shape)[1:]))),
+    "written at one place": (ValueError, lambda x: x.but(strides=(0, *contiguous(x.shape)[1:]))),
+    "of overlapping rows": (ValueError, overlapping),
 }
 
 
@@ -211,7 +265,6 @@ WRONG_OUT: dict[str, tuple[type[Exception], Callable[[FakeArray], Any]]] = {
 def test_wrong_out(world: World, operation: Operation, wrong: str) -> None:
     kind, change = WRONG_OUT[wrong]
     if operation.out is not None:
-        (result, *_) = make_call(operation).run()
-        given = change(result.but(framework=None, ptr=0x7000))
-        bad = {**all_arguments(operation), operation.outputs[0]: given}
-        assert_refused(world, operation, rf"^{operation.outputs[0]}: ", kind, "", bad)
+        for name, result in zip(operation.outputs, make_call(operation).run(), strict=False):
+            bad = {**all_arguments(operation), name: change(result.but(framework=None, ptr=0x7000))}
+            assert_refused(world, operation, rf"^{name}: ", kind, "", bad)
