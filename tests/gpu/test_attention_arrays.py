@@ -1,93 +1,171 @@
 """Arrays of dense and flex attention, forward and backward: layouts, results given, sizes past 32 bits.
 
-Prefix prefill has its own in test_prefix_edges.py.
+Prefix prefill has its own in test_prefix_edges.py. Arrays that a change can lay out otherwise are called q,
+k, v, out and dout in all four functions. Backward calls are deterministic, so that equal calls give equal
+bits.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from math import inf, nan
 from typing import Any
 
 import pytest
-from attention_calls import (
-    Attention,
-    at_offset,
-    copies_of_arguments,  # noqa: F401
-    each_attention,
-    each_backward,
-    each_forward,
-    first_for_all,
-    in_order,
-    odd_rows,
-    order_in_memory,
-    part_of_a_projection,
-)
 from full_cases import full_unless
-from gpu_support import torch
+from gpu_support import assert_same_bits, torch
 
+from kit import flex_backward, mha_backward
+from kit.flex import FlexCase, check_flex, make_flex_inputs
+from kit.flex_backward import make_flex_backward_inputs
+from kit.mha import MhaCase, check_mha, make_mha_inputs
+from operations import dense as mha_calls
+from operations import dense_backward as mha_backward_calls
+from operations import flex as flex_calls
+from operations import flex_backward as flex_backward_calls
 from operations.dense import assert_untouched_around
 
 SMALL: dict[str, Any] = {"b": 3, "s_q": 150, "s_k": 200, "causal": True}
 
 
-def assert_none_is_written_around(buffers: list[tuple[Any, Any]]) -> None:
-    """Spoils the results that were given."""
-    for buffer, given in buffers:
-        assert_untouched_around(buffer, given)
+@dataclass(frozen=True)
+class Attention:
+    """One of the four functions.
+
+    Attributes:
+        is_flex: flex attention, whose arrays are `[b, h, s, d]`; else dense, `[b, s, h, d]`.
+        is_backward: the gradients of q, k and v from out, lse and their gradients.
+    """
+
+    is_flex: bool
+    is_backward: bool
+
+    @property
+    def id(self) -> str:
+        return f"{'flex' if self.is_flex else 'dense'}{' backward' * self.is_backward}"
+
+    @property
+    def arrays(self) -> tuple[str, ...]:
+        return ("q", "k", "v", "out", "dout") if self.is_backward else ("q", "k", "v")
+
+    @property
+    def tokens(self) -> int:
+        """The dimension of tokens."""
+        return 2 if self.is_flex else 1
+
+    def call(self, *, causal: bool = False, **sizes: Any) -> Any:
+        """The inputs of a forward, or the `BackwardInputs` of a backward, of gradients of out and lse."""
+        sizes = {"h_q": 4, "h_kv": 2, "d_qk": 64, "d_v": 64, **sizes}
+        if self.is_flex:
+            case = FlexCase(**sizes, mask="causal" if causal else "")
+            made = (make_flex_backward_inputs if self.is_backward else make_flex_inputs)(case)
+        else:
+            made = make_mha_inputs(MhaCase(**sizes, causal=causal))
+        return self.after_forward(made) if self.is_backward else made
+
+    def after_forward(self, inputs: Any) -> Any:
+        """The backward call after the forward of these inputs on the device."""
+        if self.is_flex:
+            return flex_backward_calls.backward_inputs(inputs.case, "both", inputs)
+        return mha_backward_calls.backward_inputs(inputs, "both")
+
+    def inputs(self, call: Any) -> Any:
+        return call.inputs if self.is_backward else call
+
+    def run(self, call: Any, **more: Any) -> Any:
+        """The results; `more` are further keywords."""
+        if self.is_backward:
+            module = flex_backward_calls if self.is_flex else mha_backward_calls
+            return module.backward_of(call, deterministic=True, **more)
+        return (flex_calls if self.is_flex else mha_calls).attend(call, **more)
+
+    def check(self, call: Any, got: Any) -> None:
+        """Compare results with the float64 reference."""
+        if self.is_backward:
+            (flex_backward_calls if self.is_flex else mha_backward_calls).check_backward(call, got)
+        else:
+            (check_flex if self.is_flex else check_mha)(call, got)
+
+    def assert_same(self, name: str, got: Any, want: Any) -> None:
+        """Raise unless results have the same bits."""
+        for number, (one, wanted) in enumerate(zip(got, want, strict=True)):
+            if isinstance(one, torch.Tensor):
+                assert_same_bits(f"{name}: result {number}", one, wanted)
+
+    def exact(self, call: Any) -> tuple[Any, ...]:
+        """dq, dk and dv of the reference, in the dtype of the call."""
+        reference = (flex_backward if self.is_flex else mha_backward).reference_backward
+        made: Any = reference(call.inputs, call.gradients, call.results)
+        values = made.rows.values if self.is_flex else made.values
+        return tuple(x.to(call.inputs.q.dtype) for x in values[:3])
+
+    def with_arrays(self, call: Any, names: tuple[str, ...], change: Callable[[Any], Any]) -> Any:
+        """The call with these arrays laid out by `change`, or replaced."""
+        if not self.is_backward:
+            return replace(call, **{name: change(getattr(call, name)) for name in names})
+        inputs, gradients, (out, lse) = call.inputs, call.gradients, call.results
+        inputs = replace(inputs, **{name: change(getattr(inputs, name)) for name in names if name in "qkv"})
+        if "dout" in names:
+            gradients = replace(gradients, dout=change(gradients.dout))
+        return replace(
+            call,
+            inputs=inputs,
+            gradients=gradients,
+            results=(change(out) if "out" in names else out, lse),
+        )
+
+    def buffers(self, call: Any) -> tuple[list[tuple[Any, Any]], dict[str, Any]]:
+        """Buffers of canaries, each with the slice of it that is to be filled, and these as keywords."""
+        if not self.is_backward:
+            buffer, given = (flex_calls if self.is_flex else mha_calls).out_buffer(call)
+            return [(buffer, given)], {"out": given}
+        if self.is_flex:  # takes none
+            return [], {}
+        buffers, gradients = mha_backward_calls.gradient_buffers(call.inputs, mha_calls.CANARY)
+        return list(zip(buffers, gradients.values(), strict=True)), gradients
+
+
+ATTENTION = [Attention(is_flex, is_backward) for is_flex in (False, True) for is_backward in (False, True)]
+each_attention, each_forward, each_backward = (
+    pytest.mark.parametrize("attention", some, ids=lambda attention: attention.id)
+    for some in (ATTENTION, ATTENTION[::2], ATTENTION[1::2])
+)
 
 
 # ---- layouts
 
 
-@each_attention
-@pytest.mark.parametrize(
-    "change",
-    (
-        *[in_order(*order) for order in ((0, 2, 1, 3), (2, 1, 0, 3), (1, 2, 0, 3))],
-        part_of_a_projection,
-        at_offset(8),
-    ),
-    ids=("0 2 1 3", "2 1 0 3", "1 2 0 3", "projection", "offset of 16 bytes"),
-)
-def test_layouts_that_are_free(change: Any, attention: Attention, copies: list[str]) -> None:
-    """Arrays are read where they lie. Fresh results have the dimensions in the order of the arrays."""
-    call = attention.call(**SMALL)
-    want = attention.run(call)
-    attention.check(call, want)
-    moved = attention.with_arrays(call, attention.arrays, change)
-    got = attention.run(moved)
-    attention.assert_same("laid out", got, want)
-    assert copies == []
-    sources = attention.inputs(moved)
-    for one, name in zip(got, "qkv" if attention.is_backward else "q", strict=False):
-        order = order_in_memory(getattr(sources, name))
-        assert one.permute(order).is_contiguous(), name
+def in_order(*order: int) -> Callable[[Any], Any]:
+    """A layout with the dimensions in this order in memory."""
+
+    def change(x: Any) -> Any:
+        return x.permute(order).contiguous().permute([order.index(axis) for axis in range(len(order))])
+
+    return change
 
 
-@each_attention
-@pytest.mark.parametrize(
-    "change",
-    (in_order(0, 1, 3, 2), at_offset(1), odd_rows),
-    ids=("last dimension not contiguous", "address", "stride"),
-)
-def test_layouts_that_are_copied(change: Any, attention: Attention, copies: list[str]) -> None:
-    """Each array by itself, and no other one."""
-    call = attention.call(**SMALL)
-    want = attention.run(call)
-    attention.check(call, want)
-    for name in attention.arrays:
-        copies.clear()
-        attention.assert_same(name, attention.run(attention.with_arrays(call, (name,), change)), want)
-        assert copies == [attention.argument(name)]
+def first_for_all(axes: tuple[int, ...]) -> Callable[[Any], Any]:
+    """The first element of these dimensions for all of their elements, with strides of 0."""
+
+    def change(x: Any) -> Any:
+        for axis in axes:
+            x = x.narrow(axis, 0, 1).expand(*[x.shape[i] if i == axis else -1 for i in range(x.ndim)])
+        return x
+
+    return change
+
+
+def assert_none_is_written_around(buffers: list[tuple[Any, Any]]) -> None:
+    """Raise unless nothing around the results that were given was written; it spoils these results."""
+    for buffer, given in buffers:
+        assert_untouched_around(buffer, given)
 
 
 @each_attention
 @pytest.mark.parametrize("axes", ((0,), (1,), (2,), (0, 1, 2)), ids=str)
 @pytest.mark.parametrize("names", (("k", "v"), ("q", "k", "v", "dout")), ids="".join)
-def test_broadcast_arrays(
-    names: tuple[str, ...], axes: tuple[int, ...], attention: Attention, copies: list[str]
-) -> None:
+def test_broadcast_arrays(names: tuple[str, ...], axes: tuple[int, ...], attention: Attention) -> None:
     """A stride of 0 is read as it is. Gradients have all elements of the shape."""
     change, dense = first_for_all(axes), torch.Tensor.contiguous
     inputs = attention.inputs(attention.call(**SMALL, gap=0.0))
@@ -98,7 +176,6 @@ def test_broadcast_arrays(
         if "dout" in names:
             call = attention.with_arrays(call, ("dout",), change)
     got = attention.run(call)
-    assert copies == []
     checked = got
     if attention.is_backward and "k" in names and attention.tokens in axes:
         # With one key for all tokens a row of dq is this key times a sum that cancels, and no digit is left;
@@ -163,18 +240,6 @@ def test_odd_head_dimensions(dims: tuple[int, int], layout: str, attention: Atte
     buffers, given = attention.buffers(call)
     attention.assert_same("given", attention.run(call, **given), want)
     assert_none_is_written_around(buffers)
-
-
-@pytest.mark.parametrize("name", ("dq", "dk", "dv"))
-def test_one_given_gradient(name: str) -> None:
-    """The other ones are fresh."""
-    attention = Attention(is_flex=False, is_backward=True)
-    call = attention.call(**SMALL)
-    want = attention.run(call)
-    _, given = attention.buffers(call)
-    got = attention.run(call, **{name: given[name]})
-    assert [one is given[name] for one in got] == [name == other for other in ("dq", "dk", "dv")]
-    attention.assert_same(f"{name} given", got, want)
 
 
 # ---- sizes

@@ -1,4 +1,4 @@
-"""The module `flash_mla` and patched operators of engines: bit by bit what rawmla's own functions return.
+"""The module `flash_mla`: bit by bit what rawmla's own functions return.
 
 How each version's arguments are read is in tests/test_flash_mla_surface.py and tests/test_compat_ops.py; what
 engines pass is in test_engine_contracts.py.
@@ -6,7 +6,6 @@ engines pass is in test_engine_contracts.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from operations.mla_decode import make_dense_call
 from operations.mla_prefill import PREFILL_KINDS, make_prefill_call
 from operations.mla_sparse import make_sparse_call
 from rawmla import compat
-from rawmla.compat import ops, sgl_kernel
+from rawmla.compat import sgl_kernel
 
 EXTRA: dict[str, Any] = {"extra_s_k": 3000, "extra_topk": 512, "extra_page_block_size": 2}
 RANDOM: dict[str, Any] = {"lengths": "random", "sink": True}
@@ -114,60 +113,3 @@ def test_prefill(flash_mla: Any) -> None:
     out, max_logits, lse = prefill(*seven, use_legacy=True, return_log2_lse=False)
     assert max_logits is None and lse is None
     assert_same_bits("no statistics", out, natural[0])
-
-
-# ---- operators of engines
-
-
-def theirs(*args: Any) -> Any:
-    raise AssertionError("the engine's kernel")
-
-
-@pytest.fixture(params=tuple(ops.NAMESPACES))
-def patched(request: pytest.FixtureRequest) -> Iterator[Any]:
-    """The operators of an engine, defined here with its schemas and kernels that fail; then patched."""
-    namespace = request.param
-    library = torch.library.Library(namespace, "DEF")
-    try:
-        for name, operator in ops.NAMESPACES[namespace].items():
-            library.define(operator.schema)
-            # Not "CUDA": torch lets Python replace a kernel of C++ there, but none of Python.
-            library.impl(name, theirs, "CompositeExplicitAutograd")
-        with ops.patch(namespace) as patch:
-            assert set(patch.operators) == set(ops.NAMESPACES[namespace])
-            yield getattr(torch.ops, namespace)
-        with pytest.raises(AssertionError, match="the engine's kernel"):
-            zeros = torch.zeros(1, 1, 1, device="cuda")
-            getattr(torch.ops, namespace).sparse_prefill_fwd(
-                zeros, zeros, zeros, 1.0, 512, None, None, *([None] if namespace == "_flashmla_C" else [])
-            )
-    finally:
-        library._destroy()
-
-
-def patched_decode(patched: Any, call: Call, tiles: Any = None, splits: Any = None) -> Any:
-    """Call the operator of a decoding case: out, lse, and the plan."""
-    a = call.arguments
-    scale = a["q"].shape[-1] ** -0.5
-    if a.get("indices") is None:
-        given = a["q"], a["k_cache"], 512, a["cache_seqlens"], a["block_table"], scale, True, tiles, splits
-        return patched.dense_decode_fwd(*given, *([None] if patched.name == "_flashmla_C" else []))
-    return patched.sparse_decode_fwd(
-        *(a["q"], a["k_cache"], a["indices"], a["topk_length"], a["attn_sink"], tiles, splits),
-        *(a["extra_k_cache"], a["extra_indices_in_kvcache"], a["extra_topk_length"], 512, scale),
-    )
-
-
-def test_patched_decoding(patched: Any) -> None:
-    """With a plan, and without one, which is then returned."""
-    for case in (DENSE, V32, V4):
-        if case is DENSE and not hasattr(patched, "dense_decode_fwd"):
-            assert patched.name == "flash_mla"  # sgl-flash-mla's current kernels are sparse alone
-            continue
-        call = make(case)
-        want = call.run()
-        out, lse, tiles, splits = patched_decode(patched, call)
-        same("without a plan", (out, lse), want)
-        out, lse, *plan = patched_decode(patched, call, tiles, splits)
-        same("with a plan", (out, lse), want)
-        assert [x.data_ptr() for x in plan] == [tiles.data_ptr(), splits.data_ptr()]

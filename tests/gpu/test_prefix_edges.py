@@ -8,9 +8,6 @@ from math import inf, nan
 from typing import Any
 
 import pytest
-from attention_calls import (
-    copies_of_arguments,  # noqa: F401
-)
 from gpu_support import assert_same_bits, torch
 
 from kit.mha import flash_attn_func
@@ -471,6 +468,3 @@ def test_bytes_of_large_numbers(source: dict[str, Any]) -> None:
     got = exact_values(torch.tensor([1.0, nan, 2.0, -nan], device="cuda"), "bfloat16", 1.0, **source)
     assert decode_out(got)[::2].tolist() == [1, 2]
     assert bool((got[1::2] & 0x7F == 0x7F).all())
-
-
-# ---- arrays that are copied, and strides of 0

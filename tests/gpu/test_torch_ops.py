@@ -1,4 +1,4 @@
-"""The torch operators on the GPU: as on the CPU, with gradients, through torch.compile, in CUDA graphs.
+"""The torch operators on the GPU: as on the CPU, with gradients, in CUDA graphs.
 
 What does not depend on the device is in tests/test_torch_operators.py.
 """
@@ -20,17 +20,15 @@ from operators import (
     operator_call,
     tensors,
     uses,
-    varlen,
     with_gradients,
 )
 
 import rawmla
-from kit import DenseCase, SparseCase, make_dense_inputs, make_sparse_inputs
+from kit import DenseCase, make_dense_inputs
 from operations import Operation
 from operations.core import assert_results as assert_all_results
 from operations.core import assert_same_bits
 from operations.mla_decode import call_arguments
-from operations.mla_sparse import sparse_arguments
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own
 
@@ -77,32 +75,6 @@ def test_opcheck_with_gradients(dims: tuple[int, int]) -> None:
         torch.library.opcheck(torch.ops.rawmla.flash_attn_backward.default, given)
 
 
-@pytest.mark.parametrize("of", full_unless(lambda of: of == "both", ("out", "lse", "both")))
-@pytest.mark.parametrize("full", (False, True))
-def test_gradients_of_operators(full: bool, of: str) -> None:
-    """Those that the reference computes of tensors on the CPU."""
-    compared = []
-    for device in ("cuda", "cpu"):
-        op, args = operator_call("flash_attn_varlen_func", **varlen(device=device, full=full))
-        args = with_gradients(op, args, *(("q", "k", "v", "attn_sink") if full else ("q", "k", "v")))
-        out, lse = op(*args)
-        dout = tensors(device, 7)(*out.shape)
-        # lse is -inf where there is nothing to attend: what its gradient is there has no effect
-        dlse = torch.linspace(-1, 1, lse.numel(), device=device).reshape(lse.shape)
-        results = {"out": {out: dout}, "lse": {lse: dlse}, "both": {out: dout, lse: dlse}}[of]
-        torch.autograd.backward(list(results), list(results.values()))
-        known = [argument.name for argument in op._schema.arguments]
-        leaves = {name: x for name, x in zip(known, args, strict=True) if getattr(x, "requires_grad", False)}
-        compared.append({name: x.grad for name, x in leaves.items()})
-    got, want = compared
-    assert got.keys() == want.keys() and len(got) == 3 + full
-    for name, one in got.items():
-        assert one.dtype == want[name].dtype and one.stride() == want[name].stride()
-        torch.testing.assert_close(one.cpu(), want[name], atol=2e-2, rtol=2e-2, msg=name)
-    if of == "lse":
-        assert not bool(got["v"].any())
-
-
 # ---- torch.compile
 
 
@@ -116,39 +88,6 @@ def assert_results(got: Any, want: Any) -> None:
     """Both results have the same bits."""
     for name, one, other in zip(("out", "lse"), got, want, strict=True):
         assert_same_bits(name, one, other)
-
-
-@pytest.mark.parametrize(("backend", "b"), (("aot_eager", 0), ("inductor", 5)))
-def test_compiled_decode(backend: str, b: int) -> None:
-    inputs = make_dense_inputs(DenseCase(b=5, s_q=2, h_q=16, s_k=3000, varlen=True))
-    q, k_cache, table, lengths, _ = call_arguments(inputs)
-    given = (q[:b], k_cache, table[:b], lengths[:b])
-    step = torch.compile(decode_step, fullgraph=True, backend=backend)
-    assert_results(step(*given), decode_step(*given))
-
-
-def test_compiled_sparse_decode() -> None:
-    """With lengths, a sink and an extra cache. The plan leaves out what lengths do, as in eager calls."""
-    inputs = make_sparse_inputs(
-        SparseCase(
-            b=3,
-            s_q=2,
-            h_q=16,
-            topk=300,
-            layout="model1",
-            lengths="random",
-            extra_topk=100,
-            extra_lengths="random",
-            sink=True,
-        )
-    )
-
-    def step(positional: Any, keywords: Any) -> Any:
-        plan, _ = rawmla.get_mla_metadata()
-        return rawmla.flash_mla_with_kvcache(*positional, plan, **keywords)
-
-    given = (sparse_arguments(inputs), inputs.keywords())
-    assert_results(torch.compile(step, fullgraph=True)(*given), step(*given))
 
 
 def test_cuda_graphs() -> None:
