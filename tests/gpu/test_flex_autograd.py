@@ -1,5 +1,5 @@
-"""What flex attention has beyond dense attention in autograd: captures, lists by columns, and gradients
-as exact as those of torch's flex_attention. The rest is in test_autograd.py.
+"""What flex attention has beyond dense attention in autograd: captures, and gradients as exact as those
+of torch's flex_attention. The rest is in test_autograd.py.
 """
 
 from __future__ import annotations
@@ -9,21 +9,10 @@ from typing import Any
 import flex_page
 import pytest
 from full_cases import full_unless
-from gpu_support import assert_same_bits, torch
-from test_autograd import BIASED, assert_same, compiled, quiet, step_of
+from gpu_support import torch
+from test_autograd import compiled, quiet
 
 import rawmla
-
-
-def test_lists_by_columns_are_made_in_the_backward() -> None:
-    """The same bits as with a mask that came with them."""
-    step = step_of(BIASED)
-    _, want = step.differentiate()
-    mask = step.inputs.block_mask
-    by_rows = rawmla.BlockMask(
-        *mask.as_tuple(flatten=False)[:5], BLOCK_SIZE=mask.BLOCK_SIZE, mask_mod=mask.mask_mod
-    )
-    assert_same(step.differentiate(block_mask=by_rows)[1], want)
 
 
 def test_a_result_that_does_not_depend_on_the_score() -> None:
@@ -99,34 +88,6 @@ def test_a_derivative_of_ones_own() -> None:
     want = gradients(lambda s, b, h, i, j: 2 * s)
     for name, one, other, factor in zip("qkv", got, want, (1.5, 1.5, 1.0), strict=True):
         assert relative_error(one, factor * other.double()) < 2.0**-10, name
-
-
-def test_functions_are_those_of_the_forward_call() -> None:
-    """Each layer of a loop has a table of its own, though all functions read the same name."""
-    draw = torch.Generator("cuda").manual_seed(0)
-    q, k, v = torch.randn(3, 1, 2, 200, 64, device="cuda", generator=draw).bfloat16()
-    tables = [torch.randn(2, 400, device="cuda", generator=draw) for _ in range(3)]
-    table, factor = tables[0], 0.0
-
-    def biased(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
-        return s + factor * table[h, i - j + 200]
-
-    grads = []
-    for together in (True, False):
-        leaves = [x.clone().requires_grad_() for x in tables]
-        losses = []
-        for number, table in enumerate(leaves):  # noqa: B007
-            factor = 1.0 + number
-            out = rawmla.flex_attention(q, k, v, biased, deterministic=True)
-            losses.append(out.float().square().sum())
-            if not together:
-                losses.pop().backward()
-        for loss in losses:
-            loss.backward()
-        grads.append([x.grad for x in leaves])
-    for number, (got, want) in enumerate(zip(*grads, strict=True)):
-        assert_same_bits(f"table {number}", got, want)
-        assert bool(want.any())
 
 
 # ---- against torch
@@ -216,9 +177,6 @@ def test_example_of_the_page(name: str) -> None:
     for x, wanted in want.items():
         assert got[x].dtype == (out.dtype if x == "q" else torch.float32)
         assert float((got[x].double() - wanted).norm()) <= 2**-7 * float(wanted.norm())
-
-
-# ---- what raises
 
 
 # ---- torch.compile
