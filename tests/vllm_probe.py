@@ -173,29 +173,42 @@ def same_results() -> Any:
 
     from rawmla.engines import vllm_backend
 
-    dense = {
-        "one token": {}, "two tokens": {"s_q": 2}, "lse": {"lse": True}, "a tensor": {"whole": True},
-        "no RoPE columns": {"rope": 0},
-    }  # fmt: skip
-    sparse = {
-        "whole batch as one request": {"mixed": True}, "decode": {"prefill": 0},
-        "two tokens": {"s_q": 2, "prefill": 0}, "decode and prefill": {}, "bf16 cache": {"fp8": False},
-        "no RoPE columns": {"fp8": False, "rope": 0}, "no RoPE columns, FP8": {"rope": 0, "mixed": True},
-    }  # fmt: skip
-    layers: list[tuple[str, Any, Any, Any, Any]] = [
-        (f"dense, {name}", _dense, flashmla.FlashMLAImpl, vllm_backend.RawMLAImpl, options)
-        for name, options in dense.items()
-    ]
-    kinds = flashmla_sparse.FlashMLASparseImpl, vllm_backend.RawMLASparseImpl
-    layers += [(f"sparse, {name}", _sparse, *kinds, options) for name, options in sparse.items()]
+    dense = record_contracts.DENSE_CASES | {"no RoPE columns": (3, 1, 6, 1, False, torch.bfloat16, 0)}
+    sparse = record_contracts.SPARSE_CASES | {
+        "no RoPE columns": (6, 2, 1, 3, "auto", 0),
+        "no RoPE columns, FP8": (6, 2, 1, 3, "fp8_ds_mla", 0),
+    }
+    layers = (
+        (record_contracts.vllm_dense, flashmla.FlashMLAImpl, vllm_backend.RawMLAImpl, dense),
+        (
+            record_contracts.vllm_sparse,
+            flashmla_sparse.FlashMLASparseImpl,
+            vllm_backend.RawMLASparseImpl,
+            sparse,
+        ),
+    )
+    record_contracts.numbers = random_numbers
     differences = {}
-    for name, layer, theirs, ours, options in layers:
-        want = layer(theirs, **options)
-        differences[name] = _difference(want, layer(ours, **options))
-        os.environ["VLLM_BATCH_INVARIANT"] = "1"
-        differences[f"{name}, batch-invariant"] = _difference(want, layer(ours, **options))
-        os.environ["VLLM_BATCH_INVARIANT"] = "0"
+    for drive, theirs, ours, cases in layers:
+        for name, case in cases.items():
+            results = []
+            for kind, invariant in ((theirs, "0"), (ours, "0"), (ours, "1")):
+                os.environ["VLLM_BATCH_INVARIANT"] = invariant
+                torch.manual_seed(0)
+                results.append(drive(record_contracts.Recorder(), kind, name, *case))
+            want, *got = results
+            differences[f"{drive.__name__}, {name}"] = [x for one in got for x in _difference(want, one)]
     return differences
+
+
+def random_numbers(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """Of integers, pages, slots and lengths in any cache; of bytes, those that are no NaN in FP8 records."""
+    limits = {torch.int32: 40, torch.uint8: 64}
+    return (
+        torch.randint(0, limits[dtype], shape, dtype=dtype)
+        if dtype in limits
+        else torch.randn(shape).to(dtype)
+    )
 
 
 def _difference(one: Any, other: Any) -> list[float]:
@@ -250,88 +263,6 @@ def preparation() -> Any:
 def _all_options(options: dict[str, Any]) -> dict[str, Any]:
     names = ("dtypes", "d_qk", "page_block_sizes", "sparse_formats", "prefill_formats")
     return {name: options.get(name) for name in names}
-
-
-HEADS = 6
-
-
-def _query(tokens: int, rope: int, whole: bool) -> Any:
-    torch.manual_seed(tokens)
-    parts = tuple(torch.randn(tokens, HEADS, n).bfloat16() for n in (512, rope))
-    return torch.cat(parts, -1) if whole else parts
-
-
-def _dense(kind: Any, s_q: int = 1, lse: bool = False, whole: bool = False, rope: int = 64) -> Any:
-    b = 3
-    q = _query(b * s_q, rope, whole)
-    impl = object.__new__(kind)
-    impl.kv_cache_dtype, impl.kv_lora_rank, impl.scale = "auto", 512, 0.05
-    impl.need_to_return_lse_for_decode = lse
-    cache = torch.randn(8, 64, 512 + rope).bfloat16()
-    decode = SimpleNamespace(
-        block_table=torch.arange(6, dtype=torch.int32).view(3, 2), scheduler_metadata=None,
-        seq_lens=torch.tensor([5, 128, 70], dtype=torch.int32),
-    )  # fmt: skip
-    out, statistics = impl.forward_mqa(q, cache, SimpleNamespace(decode=decode, num_decodes=b), None)
-    return out, statistics if lse else None
-
-
-def _sparse(
-    kind: Any, s_q: int = 1, prefill: int = 3, mixed: bool = False, fp8: bool = True, rope: int = 64
-) -> Any:
-    from vllm.v1.attention.backends.mla import flashmla_sparse
-
-    from rawmla import reference
-
-    decodes, topk, heads = 2, 24, HEADS
-    decode_tokens = decodes * s_q
-    tokens = decode_tokens + prefill
-    q = _query(tokens, rope, False)
-    indices = torch.randint(-1, 64, (tokens, topk), dtype=torch.int32)
-    lengths = torch.randint(0, topk + 1, (tokens,), dtype=torch.int32)
-
-    def convert(*_: Any, return_valid_counts: bool = False, **__: Any) -> Any:
-        return (indices, lengths) if return_valid_counts else indices
-
-    def concat(nope: torch.Tensor, other: torch.Tensor, out: torch.Tensor) -> None:
-        out[:, : nope.shape[1]].copy_(torch.cat((nope, other), -1))
-
-    def gather(cache: Any, workspace: torch.Tensor, *_: Any) -> None:
-        workspace.copy_(torch.randn(workspace.shape, generator=torch.Generator().manual_seed(0)))
-
-    flashmla_sparse.triton_convert_req_index_to_global_index = convert
-    flashmla_sparse.ops = SimpleNamespace(concat_mla_q=concat, cp_gather_and_upconvert_fp8_kv_cache=gather)
-    impl = object.__new__(kind)
-    impl.num_heads, impl.kv_lora_rank = heads, 512
-    impl.kv_cache_dtype = "fp8_ds_mla" if fp8 else "auto"
-    impl.q_head_size = 576 if fp8 else 512 + rope
-    impl.softmax_scale, impl.prefill_padding, impl.fp8_decode_padded_heads = 0.05, 64, 64
-    impl.topk_indices_buffer = indices
-    impl.need_to_return_lse_for_decode = impl.pcp_dcp_kv_gather = False
-    impl.dcp_world_size, impl.index_group, impl.index_group_index = 1, None, 0
-    impl._convert_logical_to_physical_topk = lambda *_, **options: convert(**options)
-    wide = (32, heads if fp8 else 64, impl.q_head_size)
-    shapes = [wide, (64, 576), (32, 64, 576), (32, 64, 512), (32, heads, 512)]
-    impl.workspace_specs = [(shape, torch.bfloat16) for shape in shapes[: 5 if fp8 else 1]]
-    cache = torch.randn(2, 64, 1, impl.q_head_size).bfloat16()
-    if fp8:
-        cache = reference.quantize_k_cache(cache, "v32")
-    batch = SimpleNamespace(
-        block_table=None, req_id_per_token=torch.zeros(tokens), block_size=64,
-        num_decode_tokens=decode_tokens, num_actual_tokens=tokens, fp8_use_mixed_batch=mixed,
-    )  # fmt: skip
-    builder = SimpleNamespace(
-        max_model_len_tensor=torch.zeros(8), dummy_block_table=torch.zeros(8, 1), pcp_dcp_kv_gather=False
-    )
-    kinds = flashmla_sparse.FlashMLASparseMetadata
-    if mixed:
-        batch.fp8_extra_metadata = kinds.FP8KernelMetadata(None, None, None)
-    elif fp8:
-        batch.fp8_extra_metadata = record_contracts._separate(flashmla_sparse, builder, decodes, s_q, prefill)
-        if prefill:
-            batch.fp8_extra_metadata.prefill.chunks[0].chunk_tot_seqlen = 64
-    out, _ = impl.forward_mqa(q, cache.squeeze(2), batch, None)
-    return (out,)
 
 
 if __name__ == "__main__":
