@@ -21,6 +21,7 @@ from calls.fakes import (
     prefill_arguments,
     sparse_arguments,
 )
+from test_engines import set_version
 
 import rawmla
 from rawmla import compat
@@ -213,11 +214,8 @@ class TestCommand:
 
 def test_two_distributions(tmp_path: Path) -> None:
     """rawmla-flash-mla and sgl-flash-mla own the same folder, and pip does not say so."""
-    for name in ("rawmla_flash_mla-0.1.0", "sgl_flash_mla-1.0.0"):
-        folder = tmp_path / "both" / f"{name}.dist-info"
-        folder.mkdir(parents=True)
-        project, _, version = name.replace("_", "-").rpartition("-")
-        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project}\nVersion: {version}\n")
+    for name, version in (("rawmla_flash_mla", "0.1.0"), ("sgl_flash_mla", "1.0.0")):
+        set_version(tmp_path / "both", name, version)
     code = "import rawmla.compat.flash_mla"
     answer = run(code, tmp_path, tmp_path / "both")
     assert "rawmla-flash-mla and sgl-flash-mla are both installed" in answer.stderr

@@ -10,6 +10,7 @@ import json
 import multiprocessing
 import os
 import sys
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ from typing import Any
 sys.path[:0] = [str(Path(__file__).resolve().parents[1] / name) for name in ("tests", "tests/gpu")]
 
 import torch  # noqa: E402
-from contracts import record as record_contracts  # noqa: E402
+from contracts import record  # noqa: E402
 
 IMPORTERS = (  # what imports FlashMLA's names, in vLLM 0.33.0
     "vllm.v1.attention.backends.mla.flashmla",
@@ -54,13 +55,13 @@ def before() -> Any:
 
     load_general_plugins()
     assert "vllm.v1.attention.ops.flashmla" not in sys.modules
-    record_contracts.vllm_without_gpu()
+    record.vllm_without_gpu()
     return names()
 
 
 def after() -> Any:
     """The plug-in after all importers have bound vLLM's own names."""
-    record_contracts.vllm_without_gpu()
+    record.vllm_without_gpu()
     for module in IMPORTERS:
         import_module(module)
     from rawmla.engines.vllm import register
@@ -71,7 +72,7 @@ def after() -> Any:
 
 def fp8() -> Any:
     """What stays vLLM's: on this build without FlashMLA, its own error."""
-    interface = record_contracts.vllm_without_gpu()
+    interface = record.vllm_without_gpu()
     from rawmla.engines.vllm import register
 
     register()
@@ -91,7 +92,7 @@ def _paths(queue: Any, members: dict[str, Any]) -> None:
 
 def backends() -> Any:
     """Selection by name on Hopper and on another GPU, and the members sent to a spawned worker."""
-    record_contracts.vllm_without_gpu()
+    record.vllm_without_gpu()
     from vllm.platforms.interface import DeviceCapability
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
@@ -132,99 +133,73 @@ def backends() -> Any:
 
 def recorded() -> Any:
     """Calls recorded anew, by engine."""
-    engine = sys.argv[2]
-    recorder = record_contracts.record_vllm if engine == "vllm" else record_contracts.record_vllm_backend
+    recorder = record.record_vllm if sys.argv[2] == "vllm" else record.record_vllm_backend
     return recorder().calls
 
 
 def same_results() -> Any:
     """rawmla's implementations and their parents on the same layers, both computed by the reference: the
-    largest difference of out and lse for every case, and how many cases.
+    largest differences of out and lse for every case, without and with batch invariance.
     """
-    interface = record_contracts.vllm_without_gpu()
+    interface = record.vllm_without_gpu()
     import rawmla
     from rawmla import reference
 
-    def decode(**arguments: Any) -> Any:
-        q = arguments["q"]
-        arguments["q"] = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
-        arguments["tile_scheduler_metadata"] = None
-        if arguments.get("indices") is not None:
-            arguments["block_table"] = arguments["cache_seqlens"] = None
-        return reference.flash_mla_with_kvcache(**arguments)
+    def decode(**given: Any) -> Any:
+        if given.get("indices") is not None:  # vLLM has a table and lengths for it that nobody reads
+            given |= {"block_table": None, "cache_seqlens": None}
+        return reference.flash_mla_with_kvcache(**given)
 
-    def ours_decode(q: Any, k_cache: Any, table: Any, lengths: Any, d_v: int, plan: Any, **rest: Any) -> Any:
-        assert isinstance(q, tuple) or q.is_contiguous()
-        return decode(q=q, k_cache=k_cache, block_table=table, cache_seqlens=lengths, head_dim_v=d_v, **rest)
-
-    def ours_prefill(q: Any, kv: Any, indices: Any, scale: float, **rest: Any) -> Any:
-        rest.pop("enable_batch_invariant")
-        q = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
-        return reference.flash_mla_sparse_fwd(q, kv, indices, scale, **rest)
-
-    interface.get_mla_metadata = lambda *args, **kwargs: (object(), None)
+    interface.get_mla_metadata = lambda *args, **kwargs: (None, None)
     interface.flash_mla_with_kvcache = decode
-    interface.flash_mla_sparse_fwd = lambda *values, **rest: reference.flash_mla_sparse_fwd(
-        *values, **rest, log_base="e"
-    )
-    setattr(rawmla, "flash_mla_with_kvcache", ours_decode)  # noqa: B010
-    setattr(rawmla, "flash_mla_sparse_fwd", ours_prefill)  # noqa: B010
-    from vllm.v1.attention.backends.mla import flashmla, flashmla_sparse
+    interface.flash_mla_sparse_fwd = partial(reference.flash_mla_sparse_fwd, log_base="e")
+    for name in ("flash_mla_with_kvcache", "flash_mla_sparse_fwd"):
+        setattr(rawmla, name, getattr(reference, name))
+    from vllm.v1.attention.backends.mla.flashmla import FlashMLAImpl
+    from vllm.v1.attention.backends.mla.flashmla_sparse import FlashMLASparseImpl
 
-    from rawmla.engines import vllm_backend
+    from rawmla.engines.vllm_backend import RawMLAImpl, RawMLASparseImpl
 
-    dense = record_contracts.DENSE_CASES | {"no RoPE columns": (3, 1, 6, 1, False, torch.bfloat16, 0)}
-    sparse = record_contracts.SPARSE_CASES | {
-        "no RoPE columns": (6, 2, 1, 3, "auto", 0),
-        "no RoPE columns, FP8": (6, 2, 1, 3, "fp8_ds_mla", 0),
+    dense = record.DENSE_CASES | {"no RoPE columns": (3, 1, 6, 1, False, torch.bfloat16, 0)}
+    sparse = record.SPARSE_CASES | {
+        f"no RoPE columns, {kind}": (6, 2, 1, 3, kind, 0) for kind in ("auto", "fp8_ds_mla")
     }
-    layers = (
-        (record_contracts.vllm_dense, flashmla.FlashMLAImpl, vllm_backend.RawMLAImpl, dense),
-        (
-            record_contracts.vllm_sparse,
-            flashmla_sparse.FlashMLASparseImpl,
-            vllm_backend.RawMLASparseImpl,
-            sparse,
-        ),
-    )
-    record_contracts.numbers = random_numbers
+    record.numbers, record.TOPK = random_numbers, 64
     differences = {}
-    for drive, theirs, ours, cases in layers:
+    for layer, theirs, ours, cases in (
+        (record.vllm_dense, FlashMLAImpl, RawMLAImpl, dense),
+        (record.vllm_sparse, FlashMLASparseImpl, RawMLASparseImpl, sparse),
+    ):
         for name, case in cases.items():
             results = []
             for kind, invariant in ((theirs, "0"), (ours, "0"), (ours, "1")):
                 os.environ["VLLM_BATCH_INVARIANT"] = invariant
                 torch.manual_seed(0)
-                results.append(drive(record_contracts.Recorder(), kind, name, *case))
-            want, *got = results
-            differences[f"{drive.__name__}, {name}"] = [x for one in got for x in _difference(want, one)]
+                results.append(layer(record.Recorder(), kind, name, *case))
+            want, *others = results
+            differences[name] = [_difference(x, y) for got in others for x, y in zip(want, got, strict=True)]
     return differences
 
 
 def random_numbers(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     """Of integers, pages, slots and lengths in any cache; of bytes, those that are no NaN in FP8 records."""
     limits = {torch.int32: 40, torch.uint8: 64}
-    return (
-        torch.randint(0, limits[dtype], shape, dtype=dtype)
-        if dtype in limits
-        else torch.randn(shape).to(dtype)
-    )
+    if dtype in limits:
+        return torch.randint(0, limits[dtype], shape, dtype=dtype)
+    return torch.randn(shape).to(dtype)
 
 
-def _difference(one: Any, other: Any) -> list[float]:
-    result = []
-    for a, b in zip(one, other, strict=True):
-        assert (a is None) == (b is None)
-        if a is None:  # vLLM asks for lse only under context parallelism
-            continue
-        assert a.shape == b.shape
-        result.append(float((a.double() - b.double()).abs().max()))
-    return result
+def _difference(one: Any, other: Any) -> float:
+    """vLLM asks for lse only under context parallelism."""
+    if one is None and other is None:
+        return 0.0
+    assert one.shape == other.shape
+    return float((one.double() - other.double()).abs().max())
 
 
 def preparation() -> Any:
     """What the builders load and what the layers reserve: calls of `warmup`, and bytes."""
-    record_contracts.vllm_without_gpu()
+    record.vllm_without_gpu()
     import rawmla
     from rawmla.engines import vllm_backend
     from rawmla.kernels.operations import specs_of
@@ -232,7 +207,9 @@ def preparation() -> Any:
     loaded = []
 
     def warmup(*operations: str, device: Any, **options: Any) -> None:
-        loaded.append([list(operations), options, len(specs_of(operations, **_all_options(options)))])
+        names = ("dtypes", "d_qk", "page_block_sizes", "sparse_formats", "prefill_formats")
+        specs = specs_of(operations, **{name: options.get(name) for name in names})
+        loaded.append([list(operations), options, len(specs)])
 
     setattr(rawmla, "warmup", warmup)  # noqa: B010
     vllm_backend.device_info = lambda device: SimpleNamespace(sm_count=132)
@@ -258,11 +235,6 @@ def preparation() -> Any:
             impl.topk_indices_buffer = empty(1, 2048)
             impl.reserve_workspace()
     return {"loaded": loaded, "reserved": reserved, "thresholds": thresholds}
-
-
-def _all_options(options: dict[str, Any]) -> dict[str, Any]:
-    names = ("dtypes", "d_qk", "page_block_sizes", "sparse_formats", "prefill_formats")
-    return {name: options.get(name) for name in names}
 
 
 if __name__ == "__main__":

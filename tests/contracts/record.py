@@ -31,6 +31,7 @@ import torch
 
 CONTRACTS = Path(__file__).resolve().parent
 PAGE = 64
+TOPK = 2048
 
 
 # ---- recording
@@ -342,7 +343,7 @@ def vllm_sparse(
     impl.kv_lora_rank, impl.q_head_size = 512, 576 if fp8 else 512 + rope
     impl.softmax_scale, impl.prefill_padding = 0.1147, 64
     impl.fp8_decode_padded_heads = impl_class._compute_fp8_decode_padded_heads(heads)
-    impl.topk_indices_buffer = int32(64, 2048)
+    impl.topk_indices_buffer = int32(64, TOPK)
     impl.need_to_return_lse_for_decode = impl.pcp_dcp_kv_gather = False
     impl.dcp_world_size, impl.index_group, impl.index_group_index = 1, None, 0
     impl._convert_logical_to_physical_topk = lambda indices, batch, **options: convert(
