@@ -188,29 +188,3 @@ def test_sgl(engines: Any, core: list[dict[str, Any]]) -> None:
         assert core[-1]["log_base"] == "2"
         out, max_logits, lse = legacy.sparse_prefill_fwd(*prefill, None, None, False, False)
         assert max_logits is None and lse is None and out.shape == (4, 16, 512)
-
-
-def test_install_with_ops(engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`install_flash_mla(ops=...)` patches, and `uninstall_flash_mla` undoes it."""
-    import rawmla
-    from rawmla import compat
-
-    patched: list[str] = []
-    closed: list[str] = []
-
-    def patch(namespace: str) -> Any:
-        patched.append(namespace)
-        return SimpleNamespace(close=lambda: closed.append(namespace))
-
-    monkeypatch.setattr(ops, "patch", patch)
-    rawmla.install_flash_mla(ops=("_flashmla_C",))
-    rawmla.install_flash_mla(ops=("_flashmla_C", "flash_mla_legacy"))
-    assert compat.status()["ops"] == ["_flashmla_C", "flash_mla_legacy"]
-    rawmla.uninstall_flash_mla()
-    assert patched == ["_flashmla_C", "flash_mla_legacy"] and sorted(closed) == sorted(patched)
-    assert compat.status()["ops"] == []
-
-
-def test_unknown_namespace() -> None:
-    with pytest.raises(ValueError, match=r"^namespace: expected one of '_flashmla_C', .*, got 'aten'"):
-        ops.patch("aten")
