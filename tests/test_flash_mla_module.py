@@ -145,12 +145,14 @@ for arguments in ({"api": "new"}, {"ops": ("_flashmla_C", "nobody"), "api": "ten
         print(error)
     assert status()["ops"] == [] and status()["api"] == "object"
     assert sys.modules["flash_mla"] is flash_mla and flash_mla.whose == "theirs"
-for _ in range(2):  # torch refuses a second replacement of an operator
-    for names in (both[:1], both):
-        rawmla.install_flash_mla(replace=True, ops=names)
-        assert status()["ops"] == [*names]
-    rawmla.uninstall_flash_mla()
-    assert status()["ops"] == []
+patch, patched = ops.patch, []
+ops.patch = lambda name: patched.append(name) or patch(name)
+is_patched = lambda: torch._C._dispatch_has_kernel_for_dispatch_key("_flashmla_C::sparse_decode_fwd", "CUDA")
+for names in (both[:1], both):
+    rawmla.install_flash_mla(replace=True, ops=names)
+    assert status()["ops"] == [*names] and is_patched()
+rawmla.uninstall_flash_mla()
+assert status()["ops"] == [] and not is_patched() and patched == [*both]
 """
         api, ops = succeeds(code, tmp_path, foreign).splitlines()
         assert api == "api: expected 'object' or 'tensors', got 'new'"
