@@ -102,24 +102,16 @@ def describe(value: Any) -> Any:
     return value
 
 
-def decode_results(arguments: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Results of decoding, of the right shapes."""
-    q = arguments["q"]
-    b, s_q, h_q, _ = (q[0] if isinstance(q, tuple) else q).shape
-    out = arguments.get("out")
+def results_of(arguments: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+    """Results of the right shapes: of decoding out and lse, of sparse prefill out, max_logits and lse."""
+    q, out = arguments["q"], arguments.get("out")
+    *tokens, h_q, _ = (q[0] if isinstance(q, tuple) else q).shape
     if out is None:
-        out = torch.zeros(b, s_q, h_q, arguments["head_dim_v"], dtype=torch.bfloat16)
-    return out, torch.zeros(b, h_q, s_q)
-
-
-def prefill_results(arguments: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Results of sparse prefill, of the right shapes."""
-    q = arguments["q"]
-    s_q, h_q, _ = (q[0] if isinstance(q, tuple) else q).shape
-    out = arguments.get("out")
-    if out is None:
-        out = torch.zeros(s_q, h_q, arguments.get("d_v", 512), dtype=torch.bfloat16)
-    return out, torch.zeros(s_q, h_q), torch.zeros(s_q, h_q)
+        out = torch.zeros(*tokens, h_q, 512, dtype=torch.bfloat16)
+    if len(tokens) == 2:
+        b, s_q = tokens
+        return out, torch.zeros(b, h_q, s_q)
+    return out, torch.zeros(*tokens, h_q), torch.zeros(*tokens, h_q)
 
 
 def stub_module(name: str, **names: Any) -> ModuleType:
@@ -174,13 +166,6 @@ SGLANG_PLAN = "seqlens_k num_q_tokens_per_head_k h_k h_q is_fp8_kvcache topk use
 # ---- vLLM
 
 
-class AbsentOps:
-    """A namespace of torch.ops without its extension: every operator answers None."""
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *args, **kwargs: None
-
-
 def vllm_without_gpu() -> Any:
     """Make vLLM importable on a CPU, as if its GPU was an H200; returns its FlashMLA module."""
     stub_module("vllm._C_stable_libtorch")
@@ -196,7 +181,7 @@ def vllm_without_gpu() -> Any:
             return DeviceCapability(9, 0)
 
     vllm.platforms._current_platform = Hopper()
-    setattr(torch.ops, "_C", AbsentOps())  # noqa: B010
+    vars(torch.ops)["_C"] = stub_module("torch.ops._C")
     from vllm.v1.worker.workspace import init_workspace_manager
 
     torch.accelerator.empty_cache = lambda: None  # which vLLM's workspace calls when it grows
@@ -212,10 +197,8 @@ def record_vllm() -> Recorder:
     recorder = Recorder()
     interface.FlashMLASchedMeta = Plan
     interface.get_mla_metadata = recorder.function("get_mla_metadata", None, lambda arguments: (Plan(), None))
-    interface.flash_mla_with_kvcache = recorder.function(
-        "flash_mla_with_kvcache", VLLM_DECODE, decode_results
-    )
-    interface.flash_mla_sparse_fwd = recorder.function("flash_mla_sparse_fwd", VLLM_PREFILL, prefill_results)
+    for name, parameters in (("flash_mla_with_kvcache", VLLM_DECODE), ("flash_mla_sparse_fwd", VLLM_PREFILL)):
+        setattr(interface, name, recorder.function(name, parameters, results_of))
     from vllm.v1.attention.backends.mla import flashmla, flashmla_sparse
 
     for name, case in DENSE_CASES.items():
@@ -233,10 +216,9 @@ def record_vllm_backend() -> Recorder:
     import rawmla
 
     recorder = Recorder()
-    answers = {"flash_mla_with_kvcache": decode_results, "flash_mla_sparse_fwd": prefill_results}
-    for name, answer in answers.items():
+    for name in ("flash_mla_with_kvcache", "flash_mla_sparse_fwd"):
         parameters = inspect.signature(getattr(rawmla, name)).parameters
-        setattr(rawmla, name, recorder.function(name, parameters, answer))
+        setattr(rawmla, name, recorder.function(name, parameters, results_of))
     from rawmla.engines import vllm_backend
 
     for name, case in DENSE_CASES.items():
@@ -498,8 +480,8 @@ def record_sglang(root: Path) -> Recorder:
     names = {
         "get_mla_metadata": lambda *args, **kwargs: (Plan(), None),
         "get_mla_decoding_metadata": plan,
-        "flash_mla_with_kvcache": recorder.function("flash_mla_with_kvcache", SGLANG_DECODE, decode_results),
-        "flash_mla_sparse_fwd": recorder.function("flash_mla_sparse_fwd", SGLANG_PREFILL, prefill_results),
+        "flash_mla_with_kvcache": recorder.function("flash_mla_with_kvcache", SGLANG_DECODE, results_of),
+        "flash_mla_sparse_fwd": recorder.function("flash_mla_sparse_fwd", SGLANG_PREFILL, results_of),
         "fused_norm_rope_attn_rope_cast": None,
     }
     stub_module("flash_mla", **names)
