@@ -127,8 +127,10 @@ print(flash_mla.whose)
         assert str(foreign) in error and "install_flash_mla(replace=True)" in error
         assert whose == "theirs"
 
-    def test_a_failed_installation_changes_nothing(self, tmp_path: Path, foreign: Path) -> None:
-        """Also where the operators of one namespace were replaced before another one was refused."""
+    def test_operators_and_generations(self, tmp_path: Path, foreign: Path) -> None:
+        """A refused installation changes nothing, though it had replaced operators of a first namespace.
+        Another one replaces operators once, and an uninstallation restores all.
+        """
         pytest.importorskip("torch")
         code = """
 import sys, flash_mla, torch, rawmla
@@ -149,34 +151,18 @@ patch, patched = ops.patch, []
 ops.patch = lambda name: patched.append(name) or patch(name)
 is_patched = lambda: torch._C._dispatch_has_kernel_for_dispatch_key("_flashmla_C::sparse_decode_fwd", "CUDA")
 for names in (both[:1], both):
-    rawmla.install_flash_mla(replace=True, ops=names)
+    module = rawmla.install_flash_mla(replace=True, ops=names)
     assert status()["ops"] == [*names] and is_patched()
+assert patched == [*both] and module.get_mla_metadata(None, 128, 1)[1] is None
+for api in ("tensors", "object", "tensors"):
+    assert rawmla.install_flash_mla(api=api) is module and status()["api"] == api
+assert isinstance(module.get_mla_metadata()[0], rawmla.FlashMLASchedMeta)
 rawmla.uninstall_flash_mla()
-assert status()["ops"] == [] and not is_patched() and patched == [*both]
+assert status()["ops"] == [] and status()["api"] == "object" and not is_patched()
 """
         api, ops = succeeds(code, tmp_path, foreign).splitlines()
         assert api == "api: expected 'object' or 'tensors', got 'new'"
         assert ops.startswith("namespace: expected one of '_flashmla_C', ") and ops.endswith("got 'nobody'")
-
-    def test_api(self, tmp_path: Path) -> None:
-        code = """
-import rawmla
-from rawmla import compat
-rawmla.install_flash_mla(api="tensors")
-import flash_mla
-assert compat.status()["api"] == "tensors"
-assert isinstance(flash_mla.get_mla_metadata()[0], rawmla.FlashMLASchedMeta)
-try:
-    flash_mla.get_mla_metadata(None, 128, 1)
-except TypeError as error:
-    print(error)
-rawmla.install_flash_mla()
-assert flash_mla.get_mla_metadata(None, 128, 1)[1] is None and compat.status()["api"] == "object"
-rawmla.install_flash_mla(api="tensors")
-rawmla.uninstall_flash_mla()
-assert compat.status()["api"] == "object"
-"""
-        assert succeeds(code, tmp_path).startswith("cache_seqlens: expected ")
 
 
 SCRIPT = """

@@ -449,39 +449,35 @@ def _v4_layer(recorder: Recorder, kind: Any, name: str, ratio: int, heads: int, 
 # ---- SGLang
 
 
-class Source:
-    """Single functions and methods of a package's files, compiled without the modules around them."""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-
-    def function(self, file: str, name: str, **names: Any) -> Callable[..., Any]:
-        """`name` is "function" or "Class.method"; `names` is all that it finds as globals, besides torch."""
-        body = ast.parse((self.root / file).read_text()).body
-        *classes, last = name.split(".")
-        for one in classes:
-            body = next(node.body for node in body if isinstance(node, ast.ClassDef) and node.name == one)
-        found = next(node for node in body if isinstance(node, ast.FunctionDef) and node.name == last)
-        future = ast.parse("from __future__ import annotations").body
-        scope: dict[str, Any] = {"torch": torch, **names}
-        exec(compile(ast.Module([*future, found], []), str(self.root / file), "exec"), scope)
-        made: Callable[..., Any] = scope[last]
-        return made
+def alone(file: Path, name: str, **names: Any) -> Callable[..., Any]:
+    """A function or "Class.method" of a file, compiled without the modules around it. `names` is all that it
+    finds as globals, besides torch.
+    """
+    body = ast.parse(file.read_text()).body
+    *classes, last = name.split(".")
+    for one in classes:
+        body = next(node.body for node in body if isinstance(node, ast.ClassDef) and node.name == one)
+    found = next(node for node in body if isinstance(node, ast.FunctionDef) and node.name == last)
+    future = ast.parse("from __future__ import annotations").body
+    scope: dict[str, Any] = {"torch": torch, **names}
+    exec(compile(ast.Module([*future, found], []), str(file), "exec"), scope)
+    made: Callable[..., Any] = scope[last]
+    return made
 
 
 def record_sglang(root: Path) -> Recorder:
     """Drive SGLang's attention backends as far as they go without a GPU build."""
     recorder = Recorder()
-    plan = recorder.function(
-        "get_mla_decoding_metadata",
-        SGLANG_PLAN,
-        lambda given: (int32(66, 8), int32(len(given["seqlens_k"]) + 1)),
-    )
-    names = {
+    answers = {
+        "get_mla_decoding_metadata": (
+            SGLANG_PLAN, lambda given: (int32(66, 8), int32(len(given["seqlens_k"]) + 1))
+        ),
+        "flash_mla_with_kvcache": (SGLANG_DECODE, results_of),
+        "flash_mla_sparse_fwd": (SGLANG_PREFILL, results_of),
+    }  # fmt: skip
+    names = {name: recorder.function(name, *answer) for name, answer in answers.items()}
+    names |= {
         "get_mla_metadata": lambda *args, **kwargs: (Plan(), None),
-        "get_mla_decoding_metadata": plan,
-        "flash_mla_with_kvcache": recorder.function("flash_mla_with_kvcache", SGLANG_DECODE, results_of),
-        "flash_mla_sparse_fwd": recorder.function("flash_mla_sparse_fwd", SGLANG_PREFILL, results_of),
         "fused_norm_rope_attn_rope_cast": None,
     }
     stub_module("flash_mla", **names)
@@ -494,17 +490,16 @@ def record_sglang(root: Path) -> Recorder:
     spec.loader.exec_module(interface)
     for package in ("sglang", "sglang.kernels", "sglang.kernels.ops", "sglang.kernels.ops.attention"):
         stub_module(package, __path__=[])
-    source = Source(root)
-    sglang_dense(recorder, source, interface)
-    sglang_dsa(recorder, source)
+    sglang_dense(recorder, root, interface)
+    sglang_dsa(recorder, root)
     sglang_v4(recorder, interface)
     return recorder
 
 
-def sglang_dense(recorder: Recorder, source: Source, interface: Any) -> None:
+def sglang_dense(recorder: Recorder, root: Path, interface: Any) -> None:
     """FlashMLABackend.forward_decode, and forward_extend where it verifies drafts."""
     file = "sglang/srt/layers/attention/flashmla_backend.py"
-    pages = source.function("sglang/srt/mem_cache/layout/paged_view.py", "paged_view")
+    pages = alone(root / "sglang/srt/mem_cache/layout/paged_view.py", "paged_view")
     names = {
         "PAGE_SIZE": PAGE, "paged_view": pages, "flash_mla_with_kvcache": interface.flash_mla_with_kvcache,
         "get_parallel": lambda: SimpleNamespace(dcp_enabled=False),
@@ -535,19 +530,16 @@ def sglang_dense(recorder: Recorder, source: Source, interface: Any) -> None:
         method = "forward_decode" if s_q == 1 else "forward_extend"
         recorder.at(f"{file} FlashMLABackend.{method}", name)
         q = torch.zeros(b * s_q, heads * 576, dtype=torch.bfloat16)
-        source.function(file, f"FlashMLABackend.{method}", **names)(backend, q, None, None, layer, batch)
+        alone(root / file, f"FlashMLABackend.{method}", **names)(backend, q, None, None, layer, batch)
 
 
-def sglang_dsa(recorder: Recorder, source: Source) -> None:
+def sglang_dsa(recorder: Recorder, root: Path) -> None:
     """DeepseekSparseAttnBackend: its plan, decoding over an FP8 cache, sparse prefill."""
     file, kind = "sglang/srt/layers/attention/dsa_backend.py", "DeepseekSparseAttnBackend"
-    make_plan = source.function(
-        file,
-        f"{kind}._compute_flashmla_metadata",
-        DSAFlashMLAMetadata=lambda **fields: SimpleNamespace(**fields),
-    )
-    decode = source.function(file, f"{kind}._forward_flashmla_kv")
-    prefill = source.function(file, f"{kind}._forward_flashmla_sparse")
+    fields = {"DSAFlashMLAMetadata": SimpleNamespace}
+    make_plan = alone(root / file, f"{kind}._compute_flashmla_metadata", **fields)
+    decode = alone(root / file, f"{kind}._forward_flashmla_kv")
+    prefill = alone(root / file, f"{kind}._forward_flashmla_sparse")
     for heads in (16, 128):
         b, padded = 4, 64 if heads <= 64 else 128
         backend = SimpleNamespace(
@@ -574,9 +566,8 @@ def sglang_v4(recorder: Recorder, interface: Any) -> None:
     """DeepseekV4Backend.forward and _forward_prefill_sparse: the lines around their calls, written again."""
     file = "sglang/srt/layers/attention/deepseek_v4_backend.py"
     b, heads = 4, 64
-    window_rows = torch.zeros(
-        8, 37440, dtype=torch.uint8
-    )  # a page of 128 tokens or fewer, padded to 576 bytes
+    # A page of 128 tokens or fewer, padded to 576 bytes.
+    window_rows = torch.zeros(8, 37440, dtype=torch.uint8)
     for name, page in {"window alone": 0, "ratio 4": 64, "ratio 128": 2}.items():
         recorder.at(f"{file} DeepseekV4Backend.forward", f"V4, {name}", "read")
         q = torch.zeros(b, heads, 512, dtype=torch.bfloat16).unsqueeze(1)
