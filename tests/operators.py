@@ -14,8 +14,10 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 import rawmla
 import rawmla.torch_ops
+from kit.mha import MhaCase, make_mha_inputs
 from operations import OPERATIONS, Arguments, Operation
 from operations.core import Call
+from operations.dense import named_arguments
 from operations.memory import between_canaries
 
 WITH_OPERATORS = [
@@ -164,42 +166,37 @@ def tensors(device: str = "cpu", seed: int = 0) -> Callable[..., Any]:
     return lambda *shape: torch.randn(*shape, generator=generator).to(torch.bfloat16).to(device)
 
 
-def int32(values: Any, device: str = "cpu") -> Any:
-    return torch.tensor(values, dtype=torch.int32, device=device)
+def int32(values: Any) -> Any:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def arguments_of(case: MhaCase, device: str) -> Arguments:
+    """The arguments of dense attention by name, with the same numbers on every device."""
+    _, made = named_arguments(make_mha_inputs(case, "cpu"))
+    return {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in made.items()}
 
 
 def fixed(device: str = "cpu") -> Arguments:
     """The arguments of `flash_attn_func`."""
-    make = tensors(device)
-    q, k, v = (make(2, *shape) for shape in ((3, 4, 40), (5, 2, 40), (5, 2, 24)))
-    return {"q": q, "k": k, "v": v, "causal": True, "window_size": (3, -1)}
+    return arguments_of(MhaCase(b=2, s_q=3, s_k=5, d_qk=40, d_v=24, causal=True, window=(3, -1)), device)
 
 
 def varlen(tokens: tuple[int, int] = (9, 13), device: str = "cpu", *, full: bool = False) -> Arguments:
     """The arguments of `flash_attn_varlen_func`, of three requests, the second without a query."""
-    make, (total_q, total_k) = tensors(device), tokens
-    made: Arguments = {
-        "q": make(total_q, 4, 40),
-        "k": make(total_k, 2, 40),
-        "v": make(total_k, 2, 24),
-        "cu_seqlens_q": int32([0, total_q // 3, total_q // 3, total_q], device),
-        "cu_seqlens_k": int32([0, total_k // 2, total_k - total_k % 3, total_k], device),
-        "max_seqlen_q": total_q,
-        "max_seqlen_k": total_k,
-        "causal": True,
-    }
-    if full:
-        made |= {
-            "softmax_scale": 0.3,
-            "is_varlen": False,
-            "window_size": (4, 1),
-            "softcap": 5.0,
-            "attn_sink": torch.linspace(-1, 1, 4, device=device).half(),
-            "alibi_slopes": torch.linspace(0, 1, 4, device=device),
-            "seqused_q": int32([1, 0, 2], device),
-            "seqused_k": int32([2, 2, 0], device),
-        }
-    return made
+    total_q, total_k = tokens
+    case = MhaCase(
+        q_lengths=(total_q // 3, 0, total_q - total_q // 3),
+        k_lengths=(total_k // 2, total_k - total_k // 2 - 1, 1),
+        d_qk=40,
+        d_v=24,
+        causal=True,
+    )
+    if not full:
+        return arguments_of(case, device)
+    lengths: Arguments = {"q_used": (1, 0, 2), "k_used": (2, 2, 0), "gap": 0.0}
+    masks: Arguments = {"window": (4, 1), "softcap": 5.0, "softmax_scale": 0.3}
+    case = replace(case, **lengths, **masks, sink="float16", alibi="heads")
+    return arguments_of(case, device) | {"is_varlen": False}
 
 
 def operator_call(function: str, **arguments: Any) -> tuple[Any, list[Any]]:
@@ -211,9 +208,9 @@ def operator_call(function: str, **arguments: Any) -> tuple[Any, list[Any]]:
 
 
 def with_gradients(op: Any, args: list[Any], *names: str) -> list[Any]:
-    """The same arguments, of which these require grad."""
+    """The same arguments, of which these require grad where they are given."""
     known = [argument.name for argument in op._schema.arguments]
     return [
-        x.detach().clone().requires_grad_() if name in names else x
+        x.detach().clone().requires_grad_() if name in names and x is not None else x
         for name, x in zip(known, args, strict=True)
     ]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,8 +18,6 @@ torch = pytest.importorskip("torch")
 from torch.library import Library  # noqa: E402
 
 OTHER = "permute_q_b_proj(Tensor q_b_proj, Tensor scale_factors, int h_q, int d_q) -> Tensor[]"
-
-
 FALLBACK = "CompositeExplicitAutograd"
 """For CPU kernels of C++, which Python may replace: one of Python it may not, before torch 2.13."""
 
@@ -45,42 +44,39 @@ def engines() -> Iterator[dict[str, Any]]:
 
 @pytest.fixture
 def core(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """Calls of the stub core: it fills plans and writes `out` as the real one does."""
+    """Arguments by name of the calls of the stub core, which fills plans and writes `out` as the real one."""
     noted: list[dict[str, Any]] = []
-    names = (
-        "q k_cache block_table cache_seqlens head_dim_v tile_scheduler_metadata num_splits softmax_scale "
-        "causal is_fp8_kvcache indices attn_sink extra_k_cache extra_indices_in_kvcache topk_length "
-        "extra_topk_length out enable_batch_invariant"
-    ).split()
 
-    def decode(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        call = {**dict(zip(names, args, strict=False)), **kwargs}
-        noted.append(call)
-        plan = call["tile_scheduler_metadata"]
-        assert isinstance(plan, FlashMLASchedMeta) and call["num_splits"] is None
+    def replace(module: Any, name: str, answer: Callable[[SimpleNamespace], Any]) -> None:
+        form = inspect.signature(getattr(module, name))
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            bound = form.bind(*args, **kwargs)
+            bound.apply_defaults()
+            noted.append(bound.arguments)
+            return answer(SimpleNamespace(**bound.arguments))
+
+        monkeypatch.setattr(module, name, called)
+
+    def fill(plan: Any) -> None:
+        plan.tile_scheduler_metadata = torch.full((3, 8), 7, dtype=torch.int32)
+        plan.num_splits = torch.zeros(4, dtype=torch.int32)
+
+    def decode(given: SimpleNamespace) -> Any:
+        plan, q = given.tile_scheduler_metadata, given.q
+        assert isinstance(plan, FlashMLASchedMeta) and given.num_splits is None
         if plan.tile_scheduler_metadata is None:
-            plan.tile_scheduler_metadata = torch.full((3, 8), 7, dtype=torch.int32)
-            plan.num_splits = torch.zeros(4, dtype=torch.int32)
-        q, out = call["q"], call.get("out")
-        if out is None:
-            out = torch.empty(*q.shape[:-1], 512)
-        out.fill_(len(noted))
-        return out, torch.ones(q.shape[0], q.shape[2], q.shape[1])
+            fill(plan)
+        out = torch.empty(*q.shape[:-1], 512) if given.out is None else given.out
+        return out.fill_(len(noted)), torch.ones(q.shape[0], q.shape[2], q.shape[1])
 
-    def prefill(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
-        noted.append({"args": args, **kwargs})
-        out = torch.zeros(4, 16, 512) if args[7] is None else args[7].fill_(1)
+    def prefill(given: SimpleNamespace) -> Any:
+        out = torch.zeros(4, 16, 512) if given.out is None else given.out.fill_(1)
         return out, torch.ones(4, 16), torch.full((4, 16), 2.0)
 
-    def metadata(*args: Any, out: Any) -> Any:
-        noted.append({"args": args})
-        out.tile_scheduler_metadata = torch.zeros(2, 8, dtype=torch.int32)
-        out.num_splits = torch.zeros(4, dtype=torch.int32)
-        return out, None
-
-    monkeypatch.setattr(cuda, "decode", SimpleNamespace(flash_mla_with_kvcache=decode))
-    monkeypatch.setattr(cuda, "sparse_prefill", SimpleNamespace(flash_mla_sparse_fwd=prefill))
-    monkeypatch.setattr(cuda, "plan", SimpleNamespace(get_mla_metadata=metadata))
+    replace(cuda.decode, "flash_mla_with_kvcache", decode)
+    replace(cuda.sparse_prefill, "flash_mla_sparse_fwd", prefill)
+    replace(cuda.plan, "get_mla_metadata", lambda given: (fill(given.out), None))
     return noted
 
 
@@ -103,37 +99,31 @@ def same(a: Any, b: Any) -> bool:
 
 @pytest.mark.parametrize("namespace", ops.NAMESPACES)
 class TestEveryNamespace:
-    def test_replaced_and_restored(self, engines: Any, core: list[dict[str, Any]], namespace: str) -> None:
-        sparse = getattr(torch.ops, namespace).sparse_decode_fwd
+    def test_sparse_decode(self, engines: Any, core: list[dict[str, Any]], namespace: str) -> None:
+        """Replaced, and restored afterwards; operators of other purposes are left alone."""
+        operators = getattr(torch.ops, namespace)
         with ops.patch_key(namespace, "CPU") as patch:
             assert set(patch.operators) == set(ops.NAMESPACES[namespace])
-            sparse(*SPARSE)
-        assert len(core) == 1
-        gc.collect()
-        with pytest.raises(AssertionError, match="the engine's kernel"):
-            sparse(*SPARSE)
-        patch.close()
-
-    def test_sparse_decode(self, engines: Any, core: list[dict[str, Any]], namespace: str) -> None:
-        with ops.patch_key(namespace, "CPU"):
-            _, lse, tiles, splits = getattr(torch.ops, namespace).sparse_decode_fwd(*SPARSE)
+            _, lse, tiles, splits = operators.sparse_decode_fwd(*SPARSE)
             assert int(tiles[0, 0]) == 7 and splits.shape == (4,) and lse.shape == (3, 16, 2)
             given = (*SPARSE[:5], TILES, SPLITS, *SPARSE[7:])
-            _, _, tiles, splits = getattr(torch.ops, namespace).sparse_decode_fwd(*given)
+            _, _, tiles, splits = operators.sparse_decode_fwd(*given)
             assert same(tiles, TILES) and same(splits, SPLITS)
+            (other,) = operators.permute_q_b_proj(SINK, SINK, 1, 1)
+            assert torch.equal(other, SINK)
+        gc.collect()
+        with pytest.raises(AssertionError, match="the engine's kernel"):
+            operators.sparse_decode_fwd(*SPARSE)
+        patch.close()
+        assert len(core) == 2
+        tensors = {"q": Q, "k_cache": CACHE, "indices": INDICES, "attn_sink": SINK, "topk_length": LENGTHS}
+        tensors |= {"extra_k_cache": CACHE, "extra_indices_in_kvcache": INDICES}
+        tensors |= {"extra_topk_length": LENGTHS, **dict.fromkeys(("block_table", "cache_seqlens", "out"))}
         for call in core:
             assert call["is_fp8_kvcache"] is True and call["causal"] is False
             assert call["softmax_scale"] == 0.25 and call["head_dim_v"] == 512
-            for name, tensor in (("q", Q), ("k_cache", CACHE), ("indices", INDICES), ("attn_sink", SINK),
-                                 ("topk_length", LENGTHS), ("extra_k_cache", CACHE),
-                                 ("extra_indices_in_kvcache", INDICES), ("extra_topk_length", LENGTHS),
-                                 ("block_table", None), ("cache_seqlens", None), ("out", None)):  # fmt: skip
+            for name, tensor in tensors.items():
                 assert same(call[name], tensor), name
-
-    def test_others_are_left_alone(self, engines: Any, core: Any, namespace: str) -> None:
-        with ops.patch_key(namespace, "CPU"):
-            (got,) = getattr(torch.ops, namespace).permute_q_b_proj(SINK, SINK, 1, 1)
-        assert torch.equal(got, SINK)
 
     def test_another_schema(self, core: Any, namespace: str) -> None:
         """An engine of a version that is not known stays as it is, as a whole."""
@@ -172,10 +162,10 @@ def test_vllm_out_and_batch_invariance(engines: Any, core: list[dict[str, Any]])
             Q[0], CACHE[0], INDICES, 0.5, 512, SINK, None, prefill_out
         )
         assert same(got, prefill_out) and float(max_logits[0, 0]) == 1 and float(lse[0, 0]) == 2
-    assert [call.get("enable_batch_invariant") for call in core[:2]] == [True, True]
+    assert [call["enable_batch_invariant"] for call in core[:2]] == [True, True]
     assert core[2]["causal"] is True and same(core[2]["cache_seqlens"], LENGTHS)
     assert same(core[2]["block_table"], TABLE)
-    assert core[4]["log_base"] == "e" and core[4]["args"][3:5] == (0.5, 512)
+    assert core[4]["log_base"] == "e" and (core[4]["sm_scale"], core[4]["d_v"]) == (0.5, 512)
 
 
 def test_sgl(engines: Any, core: list[dict[str, Any]]) -> None:
@@ -189,7 +179,7 @@ def test_sgl(engines: Any, core: list[dict[str, Any]]) -> None:
         _, _, tiles, _ = legacy.dense_decode_fwd(*DENSE, TILES, SPLITS)
         assert same(tiles, TILES)
         rows, splits = legacy.get_mla_decoding_metadata(LENGTHS, 32, 1, 16, True, 64)
-        assert rows.shape == (2, 8) and core[-1]["args"][1:] == (32, 1, 16, True, 64)
+        assert rows.shape == (3, 8) and [*core[-1].values()][1:6] == [32, 1, 16, True, 64]
         prefill = (Q[0], CACHE[0], INDICES, 0.5, 512)
         assert len(current.sparse_prefill_fwd(*prefill, None, None)) == 3
         assert core[-1]["log_base"] == "e"
@@ -198,29 +188,3 @@ def test_sgl(engines: Any, core: list[dict[str, Any]]) -> None:
         assert core[-1]["log_base"] == "2"
         out, max_logits, lse = legacy.sparse_prefill_fwd(*prefill, None, None, False, False)
         assert max_logits is None and lse is None and out.shape == (4, 16, 512)
-
-
-def test_install_with_ops(engines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`install_flash_mla(ops=...)` patches, and `uninstall_flash_mla` undoes it."""
-    import rawmla
-    from rawmla import compat
-
-    patched: list[str] = []
-    closed: list[str] = []
-
-    def patch(namespace: str) -> Any:
-        patched.append(namespace)
-        return SimpleNamespace(close=lambda: closed.append(namespace))
-
-    monkeypatch.setattr(ops, "patch", patch)
-    rawmla.install_flash_mla(ops=("_flashmla_C",))
-    rawmla.install_flash_mla(ops=("_flashmla_C", "flash_mla_legacy"))
-    assert compat.status()["ops"] == ["_flashmla_C", "flash_mla_legacy"]
-    rawmla.uninstall_flash_mla()
-    assert patched == ["_flashmla_C", "flash_mla_legacy"] and sorted(closed) == sorted(patched)
-    assert compat.status()["ops"] == []
-
-
-def test_unknown_namespace() -> None:
-    with pytest.raises(ValueError, match=r"^namespace: expected one of '_flashmla_C', .*, got 'aten'"):
-        ops.patch("aten")

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import timeit
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from calls.fakes import (
     prefill_arguments,
     sparse_arguments,
 )
+from test_engines import set_version
 
 import rawmla
 from rawmla import compat
@@ -125,64 +127,42 @@ print(flash_mla.whose)
         assert str(foreign) in error and "install_flash_mla(replace=True)" in error
         assert whose == "theirs"
 
-    def test_a_failed_installation_changes_nothing(self, tmp_path: Path, foreign: Path) -> None:
+    def test_operators_and_generations(self, tmp_path: Path, foreign: Path) -> None:
+        """A refused installation changes nothing, though it had replaced operators of a first namespace.
+        Another one replaces operators once, and an uninstallation restores all.
+        """
+        pytest.importorskip("torch")
         code = """
-import sys, flash_mla, rawmla
-for arguments in ({"api": "new"}, {"ops": ["nobody"]}):
+import sys, flash_mla, torch, rawmla
+from rawmla.compat import ops, status
+both = ("_flashmla_C", "flash_mla_legacy")
+libraries = {name: torch.library.Library(name, "DEF") for name in both}
+for name, library in libraries.items():
+    for operator in ops.NAMESPACES[name].values():
+        library.define(operator.schema)
+for arguments in ({"api": "new"}, {"ops": ("_flashmla_C", "nobody"), "api": "tensors"}):
     try:
         rawmla.install_flash_mla(replace=True, **arguments)
     except ValueError as error:
         print(error)
-assert sys.modules["flash_mla"] is flash_mla and flash_mla.whose == "theirs"
+    assert status()["ops"] == [] and status()["api"] == "object"
+    assert sys.modules["flash_mla"] is flash_mla and flash_mla.whose == "theirs"
+patch, patched = ops.patch, []
+ops.patch = lambda name: patched.append(name) or patch(name)
+is_patched = lambda: torch._C._dispatch_has_kernel_for_dispatch_key("_flashmla_C::sparse_decode_fwd", "CUDA")
+for names in (both[:1], both):
+    module = rawmla.install_flash_mla(replace=True, ops=names)
+    assert status()["ops"] == [*names] and is_patched()
+assert patched == [*both] and module.get_mla_metadata(None, 128, 1)[1] is None
+for api in ("tensors", "object", "tensors"):
+    assert rawmla.install_flash_mla(api=api) is module and status()["api"] == api
+assert isinstance(module.get_mla_metadata()[0], rawmla.FlashMLASchedMeta)
+rawmla.uninstall_flash_mla()
+assert status()["ops"] == [] and status()["api"] == "object" and not is_patched()
 """
         api, ops = succeeds(code, tmp_path, foreign).splitlines()
         assert api == "api: expected 'object' or 'tensors', got 'new'"
         assert ops.startswith("namespace: expected one of '_flashmla_C', ") and ops.endswith("got 'nobody'")
-
-    def test_operators_of_a_failed_installation_are_given_back(self, tmp_path: Path) -> None:
-        pytest.importorskip("torch")
-        code = """
-import sys, torch, rawmla
-from rawmla.compat import ops
-library = torch.library.Library("_flashmla_C", "DEF")
-for operator in ops.NAMESPACES["_flashmla_C"].values():
-    library.define(operator.schema)
-try:
-    rawmla.install_flash_mla(ops=("_flashmla_C", "nobody"), api="tensors")
-except ValueError:
-    print("refused")
-assert rawmla.compat.status()["ops"] == [] and rawmla.compat.status()["api"] == "object"
-assert "flash_mla" not in sys.modules
-rawmla.install_flash_mla(ops=("_flashmla_C",))
-assert rawmla.compat.status()["ops"] == ["_flashmla_C"]
-"""
-        assert succeeds(code, tmp_path).strip() == "refused"
-
-    def test_api(self, tmp_path: Path) -> None:
-        code = """
-import rawmla
-from rawmla import compat
-rawmla.install_flash_mla(api="tensors")
-import flash_mla
-assert compat.status()["api"] == "tensors"
-assert isinstance(flash_mla.get_mla_metadata()[0], rawmla.FlashMLASchedMeta)
-try:
-    flash_mla.get_mla_metadata(None, 128, 1)
-except TypeError as error:
-    print(error)
-rawmla.install_flash_mla()
-assert flash_mla.get_mla_metadata(None, 128, 1)[1] is None and compat.status()["api"] == "object"
-rawmla.install_flash_mla(api="tensors")
-rawmla.uninstall_flash_mla()
-assert compat.status()["api"] == "object"
-"""
-        assert succeeds(code, tmp_path).startswith("cache_seqlens: expected ")
-
-    def test_api_of_the_environment(self, tmp_path: Path) -> None:
-        code = "import rawmla.compat.flash_mla as f; print(f.flash_mla_interface.get_api())"
-        assert succeeds(code, tmp_path, RAWMLA_FLASH_MLA_API="tensors") == "tensors\n"
-        answer = run(code, tmp_path, RAWMLA_FLASH_MLA_API="both")
-        assert "RAWMLA_FLASH_MLA_API: expected 'object' or 'tensors', got 'both'" in answer.stderr
 
 
 SCRIPT = """
@@ -228,11 +208,8 @@ class TestCommand:
 
 def test_two_distributions(tmp_path: Path) -> None:
     """rawmla-flash-mla and sgl-flash-mla own the same folder, and pip does not say so."""
-    for name in ("rawmla_flash_mla-0.1.0", "sgl_flash_mla-1.0.0"):
-        folder = tmp_path / "both" / f"{name}.dist-info"
-        folder.mkdir(parents=True)
-        project, _, version = name.replace("_", "-").rpartition("-")
-        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project}\nVersion: {version}\n")
+    for name, version in (("rawmla_flash_mla", "0.1.0"), ("sgl_flash_mla", "1.0.0")):
+        set_version(tmp_path / "both", name, version)
     code = "import rawmla.compat.flash_mla"
     answer = run(code, tmp_path, tmp_path / "both")
     assert "rawmla-flash-mla and sgl-flash-mla are both installed" in answer.stderr
@@ -256,53 +233,53 @@ def test_the_distribution(tmp_path: Path) -> None:
     assert "Requires-Dist: rawmla" in zipfile.ZipFile(wheel).read(metadata).decode().splitlines()
 
 
+RECORDS = "{}: expected records of 656 bytes .* got {} bytes .*; .*(584|656)-byte"
+SCALE = FakeArray((1,), "float32")
+
+
+def as_fp8(q: FakeArray) -> FakeArray:
+    return q.but(dtype="float8_e4m3fn")
+
+
+def of_width(width: int) -> Callable[[FakeArray], FakeArray]:
+    return lambda cache: cache.but(shape=(*cache.shape[:3], width))
+
+
+REFUSED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
+    ("model1", {"k_cache": of_width(528)}, NotImplementedError, RECORDS.format("k_cache", 528)),
+    ("model1", {"extra_k_cache": of_width(288)}, NotImplementedError, RECORDS.format("extra_k_cache", 288)),
+    ("v32", {"kv_format": "V4"}, ValueError, "kv_format: .* 656 bytes, as k_cache has, got 'V4', whose"),
+    ("v32", {"kv_format": "V5"}, ValueError, "kv_format: expected None or one of 'V32'"),
+    ("dense", {"descale_q": SCALE}, ValueError, "descale_q: expected None without an FP8 q"),
+    ("dense", {"is_fp8_kvcache": True}, NotImplementedError, "is_fp8_kvcache=True"),
+    ("dense", {"q": as_fp8}, NotImplementedError, "q: .* bfloat16 cache"),
+    ("dense", {"q": as_fp8, "descale_k": SCALE}, NotImplementedError, "descale_k: .* bfloat16 cache"),
+    ("dense", {"use_legacy": 1}, TypeError, "use_legacy: expected "),
+    ("dense", {"use_legacy": "yes"}, TypeError, "use_legacy: expected "),
+]
+"""The kind of a good call of decoding; new arguments, or functions that change them; the error."""
+
+
 class TestRefusals:
     """What FlashMLA computes somewhere and rawmla does not: never another result, always a named argument."""
 
-    @pytest.mark.parametrize(("name", "width"), (("k_cache", 528), ("extra_k_cache", 288)))
-    def test_other_records(self, world: World, width: int, name: str) -> None:
-        arguments = sparse_arguments("model1", extra=True)
-        arguments[name] = arguments[name].but(shape=(*arguments[name].shape[:3], width))
-        text = rf"^{name}: expected records of 656 bytes .* got {width} bytes .*; .*(584|656)-byte"
-        arguments.update(tile_scheduler_metadata=rawmla.FlashMLASchedMeta(), num_splits=None)
-        with pytest.raises(NotImplementedError, match=text):
+    @pytest.mark.parametrize(("kind", "changes", "error", "text"), REFUSED)
+    def test_decoding(
+        self, world: World, kind: str, changes: dict[str, Any], error: type[Exception], text: str
+    ) -> None:
+        arguments = dense_arguments() if kind == "dense" else sparse_arguments(kind, extra=kind == "model1")
+        arguments |= {"tile_scheduler_metadata": None, "num_splits": None}
+        arguments |= {name: x(arguments[name]) if callable(x) else x for name, x in changes.items()}
+        with pytest.raises(error, match=f"^{text}"):
             flash_mla.flash_mla_with_kvcache(**arguments)
         assert world.untouched
 
-    @pytest.mark.parametrize(
-        ("kv_format", "text"),
-        (("V4", "records of 656 bytes, as k_cache has, got 'V4', whose"), ("V5", "None or one of 'V32'")),
-    )
-    def test_wrong_format(self, world: World, kv_format: str, text: str) -> None:
-        arguments = sparse_arguments("v32") | {"tile_scheduler_metadata": None, "num_splits": None}
-        with pytest.raises(ValueError, match=f"^kv_format: expected .*{text}"):
-            flash_mla.flash_mla_with_kvcache(**arguments, kv_format=kv_format)
-        assert world.untouched
-
-    def test_fp8_dense(self, world: World) -> None:
-        arguments = dense_arguments() | {"tile_scheduler_metadata": None, "num_splits": None}
-        scale = FakeArray((1,), "float32")
-        with pytest.raises(ValueError, match="^descale_q: expected None without an FP8 q"):
-            flash_mla.flash_mla_with_kvcache(**arguments, descale_q=scale)
-        with pytest.raises(NotImplementedError, match="^is_fp8_kvcache=True"):
-            flash_mla.flash_mla_with_kvcache(**arguments, is_fp8_kvcache=True)
-        arguments["q"] = arguments["q"].but(dtype="float8_e4m3fn")
-        with pytest.raises(NotImplementedError, match="^descale_k: .* bfloat16 cache"):
-            flash_mla.flash_mla_with_kvcache(**arguments, descale_k=scale)
-        with pytest.raises(NotImplementedError, match="^q: .* bfloat16 cache"):
-            flash_mla.flash_mla_with_kvcache(**arguments)
-        with pytest.raises(NotImplementedError, match="^is_fp8_kvcache=True"):
-            flash_mla.get_mla_decoding_metadata(arguments["cache_seqlens"], 16, 2, is_fp8_kvcache=True)
-        assert world.untouched
-
-    @pytest.mark.parametrize("bad", (1, None, "yes"))
-    def test_use_legacy(self, world: World, bad: Any) -> None:
-        arguments = dense_arguments() | {"tile_scheduler_metadata": None, "num_splits": None}
-        if bad is not None:
+    def test_other_functions(self, world: World) -> None:
+        for bad in (1, None, "yes"):
             with pytest.raises(TypeError, match="^use_legacy: expected "):
-                flash_mla.flash_mla_with_kvcache(**arguments, use_legacy=bad)
-        with pytest.raises(TypeError, match="^use_legacy: expected "):
-            flash_mla.flash_mla_sparse_fwd(FakeArray((1,)), None, None, 1.0, use_legacy=bad)
+                flash_mla.flash_mla_sparse_fwd(FakeArray((1,)), None, None, 1.0, use_legacy=bad)
+        with pytest.raises(NotImplementedError, match="^is_fp8_kvcache=True"):
+            flash_mla.get_mla_decoding_metadata(FakeArray((3,)), 16, 2, is_fp8_kvcache=True)
         assert world.untouched
 
     def test_bare_tensors(self, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -406,20 +383,15 @@ assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
 def test_overhead(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call through the module against the core itself, which is a stub here."""
 
-    def core(*arguments: Any, **options: Any) -> tuple[Any, Any]:
-        return arguments[0], arguments[1]
+    def core(*arguments: Any, **options: Any) -> tuple[Any, ...]:
+        return arguments[:2]
 
     q = SimpleNamespace(shape=(1, 2, 3, 4), dtype="bfloat16")
-    plan = rawmla.FlashMLASchedMeta()
+    given = (q, q, None, None, 512, rawmla.FlashMLASchedMeta(), None, 0.1, True)
     monkeypatch.setattr(flash_mla_interface, "decode", SimpleNamespace(flash_mla_with_kvcache=core))
-    ours = flash_mla.flash_mla_with_kvcache
-
-    def seconds(function: Any) -> float:
-        return min(
-            timeit.repeat(
-                lambda: function(q, q, None, None, 512, plan, None, 0.1, True), number=2000, repeat=15
-            )
-        )
-
-    overhead = (seconds(ours) - seconds(core)) / 2000 * 1e6
+    ours, alone = (
+        min(timeit.repeat(lambda function=function: function(*given), number=2000, repeat=15))
+        for function in (flash_mla.flash_mla_with_kvcache, core)
+    )
+    overhead = (ours - alone) / 2000 * 1e6
     assert overhead < OVERHEAD_US, f"{overhead:.2f} us"

@@ -1,12 +1,11 @@
 """Every call that a version of FlashMLA binds, ours binds too, and with the same meaning.
 
-tests/data/flash_mla_surface.json has the signatures of each version, as its Python source has them, and the
-forms in which engines call them. The core functions are stubs here that note what reaches them.
+tests/data/flash_mla_surface.json has the signatures of each version, as its Python source has them. The core
+functions are stubs here that note what reaches them.
 """
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import json
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from typing import Any
 import pytest
 
 import rawmla
-from rawmla.api import dense
+from rawmla.api import decode, dense, plan, sparse_prefill
 from rawmla.compat import flash_mla, sgl_kernel
 from rawmla.compat.flash_mla import cuda, flash_mla_interface, fused_norm_rope_attn_rope_cast
 from rawmla.mha.records import DenseArrays, Packing, options_of
@@ -47,85 +46,27 @@ def array(name: str, *shape: int) -> Any:
     return SimpleNamespace(name=name, shape=shape, dtype="bfloat16")
 
 
-def values(version: str, function_name: str = "") -> dict[str, Any]:
+NUMBERS = (
+    "head_dim_v d_v softmax_scale sm_scale num_q_tokens_per_head_k num_heads_k num_heads_q h_k h_q topk "
+    "max_seqlen max_seqlen_qo max_seqlen_kv head_dim_qk dropout_p"
+).split()
+FLAGS = "causal is_fp8_kvcache enable_batch_invariant use_legacy return_log2_lse deterministic".split()
+SPECIAL = {
+    "k_cache": array("k_cache", 10, 64, 1, 656),
+    "is_varlen": False,
+    "kv_format": "V32",
+    "tile_scheduler_metadata": FlashMLASchedMeta(),
+    **dict.fromkeys(("num_splits", "descale_q", "descale_k")),
+}
+
+
+def values(version: str, function: dict[str, str]) -> dict[str, Any]:
     """A value for every argument that is anything but its default, so that a swap of two shows."""
-    names = ("q", "kv", "indices", "block_table", "cache_seqlens", "attn_sink", "extra_k_cache", "seqlens_k")
-    made: dict[str, Any] = {name: array(name, 3, 2, 16, 576) for name in names}
-    for name in ("extra_indices_in_kvcache", "topk_length", "extra_topk_length", "out"):
-        made[name] = array(name, 3)
-    made.update(
-        k_cache=array("k_cache", 10, 64, 1, 656),
-        head_dim_v=512,
-        d_v=512,
-        softmax_scale=0.25,
-        sm_scale=0.125,
-        causal=True,
-        is_fp8_kvcache=True,
-        enable_batch_invariant=True,
-        use_legacy=True,
-        kv_format="V32",
-        descale_q=None,
-        descale_k=None,
-        return_log2_lse=True,
-        tile_scheduler_metadata=FlashMLASchedMeta(),
-        num_splits=None,
-        num_q_tokens_per_head_k=16,
-        num_heads_k=1,
-        num_heads_q=8,
-        h_k=1,
-        h_q=8,
-        topk=128,
-        k=array("k", 7, 2, 128),
-        v=array("v", 7, 2, 64),
-        qkv=array("qkv", 3, 2, 320),
-        cu_seqlens=array("cu_seqlens", 4),
-        cu_seqlens_qo=array("cu_seqlens_qo", 4),
-        cu_seqlens_kv=array("cu_seqlens_kv", 4),
-        max_seqlen=9,
-        max_seqlen_qo=10,
-        max_seqlen_kv=11,
-        head_dim_qk=128,
-        dropout_p=0.5,
-        deterministic=True,
-        is_varlen=False,
-    )
-    if function_name.endswith("_kvpacked_func"):
-        made["kv"] = array("kv", 7, 2, 192)
+    made = {name: array(name, 3, 2, 16, 576) for name in signature(function).parameters} | SPECIAL
+    made |= {name: place + 2 for place, name in enumerate(NUMBERS)} | dict.fromkeys(FLAGS, True)
     if version == TENSORS:
-        made.update(tile_scheduler_metadata=array("rows", 5, 8), num_splits=array("num_splits", 4))
+        made |= {name: array(name, 5, 8) for name in ("tile_scheduler_metadata", "num_splits")}
     return made
-
-
-def generated(version: str, function: dict[str, str]) -> list[Call]:
-    """Every number of positional arguments, the rest left out or by keyword, in turn."""
-    parameters = signature(function).parameters.values()
-    if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters):
-        return [((), {}), ((1, 2, 3), {}), ((1,), {"num_heads_k": 1, "anything": None})]
-    given = values(version, function["name"])
-    names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
-    only = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
-    required = [p.name for p in parameters if p.default is p.empty]
-    calls: list[Call] = []
-    # SGLang asserts the three arguments of a plan together.
-    for count in range(3 if "cache_seqlens" in names and not required else 0, len(names) + 1):
-        head = tuple(given[name] for name in names[:count])
-        rest = [name for name in [*names[count:], *only] if name not in required]
-        needed = {name: given[name] for name in names[count:] if name in required}
-        calls.append((head, needed))
-        calls.append((head, {**needed, **{name: given[name] for name in rest}}))
-        calls.append((head, {**needed, **{name: given[name] for name in rest[::2]}}))
-    return calls
-
-
-def recorded() -> list[tuple[str, dict[str, str], Call]]:
-    calls = []
-    for one in TABLE["calls"]:
-        version = one["version"]
-        (function,) = [f for f in TABLE["versions"][version] if f["name"] == one["name"]]
-        given = values(version)
-        keywords = {name: given[name] for name in one["keywords"]}
-        calls.append((version, function, (tuple(given[name] for name in one["positional"]), keywords)))
-    return calls
 
 
 DENSE = ("flash_attn_varlen_func", "flash_attn_varlen_qkvpacked_func", "flash_attn_varlen_kvpacked_func")
@@ -137,10 +78,37 @@ SECOND_NAMES = {
     "max_seqlen_kv": "max_seqlen_k",
 }
 CORE = ("get_mla_metadata", "get_mla_decoding_metadata", "flash_mla_with_kvcache", "flash_mla_sparse_fwd")
-CALLS: list[tuple[str, dict[str, str], Call]] = [
-    *[(v, f, call) for v, f in FUNCTIONS if f["name"] in CORE for call in generated(v, f)],
-    *recorded(),
-]
+BY_TURNS = {name: place % 2 == 0 for place, name in enumerate(FLAGS)}
+FURTHER: tuple[dict[str, Any], ...] = (
+    {},
+    {**dict.fromkeys(FLAGS, False), "out": None},
+    {**BY_TURNS, "out": None},
+    {name: not flag for name, flag in BY_TURNS.items()},
+)
+"""Further values, as types tell arguments apart: vLLM's out and enable_batch_invariant stand where
+sgl-flash-mla's enable_batch_invariant and use_legacy do.
+"""
+
+
+def generated(version: str, function: dict[str, str]) -> list[Call]:
+    """Every number of positional arguments, the rest left out or by keyword, in turn."""
+    parameters = signature(function).parameters.values()
+    if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters):
+        return [((), {}), ((1, 2, 3), {}), ((1,), {"num_heads_k": 1, "anything": None})]
+    names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    only = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+    required = [p.name for p in parameters if p.default is p.empty]
+    calls: list[Call] = []
+    for further in FURTHER if function["name"] in CORE else ({},):
+        given = values(version, function) | further
+        # SGLang asserts the three arguments of a plan together.
+        for count in range(3 if "cache_seqlens" in names and not required else 0, len(names) + 1):
+            head = tuple(given[name] for name in names[:count])
+            rest = [name for name in [*names[count:], *only] if name not in required]
+            needed = {name: given[name] for name in names[count:] if name in required}
+            for keywords in ([], rest, rest[::2]):
+                calls.append((head, needed | {name: given[name] for name in keywords}))
+    return calls
 
 
 @pytest.fixture
@@ -159,16 +127,12 @@ def reached(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]
 
         return called
 
-    for module in (flash_mla_interface, cuda):
-        for owner, name, result in (
-            ("decode", "flash_mla_with_kvcache", ("out", "lse")),
-            ("sparse_prefill", "flash_mla_sparse_fwd", ("out", "max_logits", "lse")),
-            ("plan", "get_mla_metadata", ("rows", "splits")),
-        ):
-            real = importlib.import_module(f"rawmla.api.{owner}")
-            proxy = SimpleNamespace(**{name: stub(getattr(real, name), result)})
-            if hasattr(module, owner):
-                monkeypatch.setattr(module, owner, proxy)
+    for module, name, result in (
+        (decode, "flash_mla_with_kvcache", ("out", "lse")),
+        (sparse_prefill, "flash_mla_sparse_fwd", ("out", "max_logits", "lse")),
+        (plan, "get_mla_metadata", ("rows", "splits")),
+    ):
+        monkeypatch.setattr(module, name, stub(getattr(module, name), result))
     return noted
 
 
@@ -178,52 +142,34 @@ def meaning(function: dict[str, Any], call: Call) -> dict[str, Any]:
     return bound.arguments
 
 
-def test_there_are_enough_calls() -> None:
-    assert len(CALLS) >= 200 and len(TABLE["calls"]) >= 10
-
-
 @pytest.mark.parametrize(
     "version, function",
-    # but for one that takes any arguments
-    [(v, f) for v, f in FUNCTIONS if ours(f) is not flash_mla_interface.get_mla_metadata],
+    [(v, f) for v, f in FUNCTIONS if f["name"] in CORE],
     ids=lambda x: x if isinstance(x, str) else x["name"],
 )
-def test_names_and_parameters(version: str, function: dict[str, Any]) -> None:
-    """Every parameter has its name and, but for those whose place differs by version, its place."""
-    form = inspect.signature(ours(function))
-    theirs = signature(function)
-    assert set(theirs.parameters) <= set(form.parameters)
-    for name, parameter in theirs.parameters.items():
-        default = form.parameters[name].default
-        if name == "is_fp8_kvcache" and function["name"] == "flash_mla_with_kvcache":
-            assert default in (None, False)  # None: by indices
-        elif parameter.default is not parameter.empty:
-            assert default == parameter.default, f"{name} of {version}"
-    common = [n for n in theirs.parameters if n not in ("enable_batch_invariant", "use_legacy", "kv_format")]
-    places = list(form.parameters)
-    assert common == sorted(common, key=lambda n: places.index(SECOND_NAMES.get(n, n)))
-
-
-@pytest.mark.parametrize("version, function, call", CALLS)
 def test_same_meaning(
     version: str,
-    function: dict[str, Any],
-    call: Call,
+    function: dict[str, str],
     reached: list[tuple[str, dict[str, Any]]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The stub core gets what the version's own signature says that the call means."""
     monkeypatch.setattr(flash_mla_interface, "_takes_tensors", version == TENSORS)
+    for call in generated(version, function):
+        reached.clear()
+        check_meaning(version, function, call, reached)
+
+
+def check_meaning(
+    version: str, function: dict[str, str], call: Call, reached: list[tuple[str, dict[str, Any]]]
+) -> None:
     meant = meaning(function, call)
     result = ours(function)(*call[0], **call[1])
     name = function["name"]
-    if name == "get_mla_metadata" and version in (SGL, VLLM, "FlashMLA 9241ae3"):
-        plan, nothing = result
-        assert isinstance(plan, FlashMLASchedMeta) and nothing is None and not reached
-        assert not plan.have_initialized and plan.tile_scheduler_metadata is None
-        return
-    if name == "get_mla_metadata" and meant["cache_seqlens"] is None:  # SGLang's without arguments
-        assert isinstance(result[0], FlashMLASchedMeta) and result[1] is None and not reached
+    if name == "get_mla_metadata" and meant.get("cache_seqlens") is None:
+        made, nothing = result
+        assert isinstance(made, FlashMLASchedMeta) and nothing is None and not reached
+        assert not made.have_initialized and made.tile_scheduler_metadata is None
         return
     ((core, got),) = reached
     if name in ("get_mla_metadata", "get_mla_decoding_metadata"):
@@ -240,6 +186,8 @@ def test_same_meaning(
         assert got["log_base"] == ("2" if log2 else "e")
         assert {k: got[k] for k in wanted} == wanted and got["out"] is wanted.get("out")
         assert got["enable_batch_invariant"] is False and got["is_fp8_kvcache"] is False
+        statistics = (None, None) if meant.get("return_log2_lse") is False else ("max_logits", "lse")
+        assert result == ("out", *statistics)
         return
     if "is_fp8_kvcache" not in signature(function).bind(*call[0], **call[1]).arguments:
         wanted["is_fp8_kvcache"] = got["is_fp8_kvcache"]
@@ -294,44 +242,6 @@ def test_same_meaning_of_dense_attention(
     assert all(reached[name] is None for name in others)
 
 
-def test_positions_17_and_18(reached: list[tuple[str, dict[str, Any]]]) -> None:
-    """vLLM's are out and enable_batch_invariant, sgl-flash-mla's enable_batch_invariant and use_legacy."""
-    (function,) = [f for v, f in FUNCTIONS if v == VLLM and f["name"] == "flash_mla_with_kvcache"]
-    base = [values(VLLM)[name] for name in [*signature(function).parameters][:16]]
-    out = array("out", 3)
-    cases: list[tuple[tuple[Any, ...], dict[str, Any], tuple[Any, bool]]] = [
-        ((out,), {}, (out, False)),
-        ((out, True), {}, (out, True)),
-        ((None, True), {}, (None, True)),
-        ((None,), {}, (None, False)),
-        ((False,), {}, (None, False)),
-        ((True,), {}, (None, True)),
-        ((True, False), {}, (None, True)),
-        ((False, True), {}, (None, False)),
-        ((False,), {"use_legacy": True}, (None, False)),
-        ((True,), {"use_legacy": True, "kv_format": "V32"}, (None, True)),
-        ((True, True, "V32", None, None), {}, (None, True)),
-    ]
-    for extra, keywords, _ in cases:
-        flash_mla_interface.flash_mla_with_kvcache(*base, *extra, **keywords)
-    got = [(arguments["out"], arguments["enable_batch_invariant"]) for _, arguments in reached]
-    assert got == [wanted for _, _, wanted in cases]
-
-
-def test_sparse_fwd_position_8(reached: list[tuple[str, dict[str, Any]]]) -> None:
-    q, kv, indices, out = (array(name, 3, 16, 576) for name in ("q", "kv", "indices", "out"))
-    base = (q, kv, indices, 0.5, 512, None, None)
-    call = flash_mla_interface.flash_mla_sparse_fwd
-    assert call(*base, out) == ("out", "max_logits", "lse")
-    assert call(*base, True) == ("out", "max_logits", "lse")
-    assert call(*base, True, True) == ("out", "max_logits", "lse")
-    assert call(*base, False, False) == ("out", None, None)
-    assert call(*base, use_legacy=True, return_log2_lse=False) == ("out", None, None)
-    assert [(a["out"], a["log_base"]) for _, a in reached] == [
-        (out, "e"), (None, "e"), (None, "2"), (None, "e"), (None, "e")
-    ]  # fmt: skip
-
-
 def test_names_of_the_module() -> None:
     upstream = {f["name"] for f in TABLE["versions"]["FlashMLA 9241ae3"]}
     sgl = {"get_mla_decoding_metadata", "fused_norm_rope_attn_rope_cast", "has_legacy"}
@@ -352,9 +262,9 @@ def test_names_of_the_module() -> None:
     ids=lambda function: function["name"],
 )
 def test_what_is_not_computed(function: dict[str, Any]) -> None:
-    required = [p for p in signature(function).parameters.values() if p.default is p.empty]
+    assert str(inspect.signature(ours(function))) == function["signature"]
     with pytest.raises(NotImplementedError, match=rf"{function['name']}: FlashMLA has it for SM100, .*; \w"):
-        ours(function)(*[None] * len(required))
+        ours(function)(**dict.fromkeys(signature(function).parameters))
 
 
 def test_what_to_call_for_gradients() -> None:

@@ -4,7 +4,6 @@ views are what was recorded.
 
 from __future__ import annotations
 
-import inspect
 from collections import Counter
 from typing import Any
 
@@ -32,23 +31,6 @@ def test_every_engine_and_call_site_is_there() -> None:
     }
     assert {call.source for call in recorded()} == {"recorded", "read"}
     assert len({call.id for call in recorded()}) == len(recorded())
-
-
-# get_mla_metadata takes any arguments.
-WITH_NAMES = [record for record in recorded() if record.function != "get_mla_metadata"]
-
-
-@pytest.mark.parametrize("record", WITH_NAMES, ids=[record.id for record in WITH_NAMES])
-def test_the_arguments_are_taken(record: Recorded) -> None:
-    """By position and by name as recorded, each under the name that the engine means."""
-    function = getattr(functions_of(record), record.function)
-    values = list(record.arguments.values())
-    names = list(record.arguments)
-    bound = inspect.signature(function).bind(
-        *values[: record.positional],
-        **dict(zip(names[record.positional :], values[record.positional :], strict=True)),
-    )
-    assert bound.arguments == record.arguments
 
 
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "int32": 4, "uint8": 1, "float8_e4m3fn": 1}

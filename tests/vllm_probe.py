@@ -10,6 +10,7 @@ import json
 import multiprocessing
 import os
 import sys
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ from typing import Any
 sys.path[:0] = [str(Path(__file__).resolve().parents[1] / name) for name in ("tests", "tests/gpu")]
 
 import torch  # noqa: E402
-from contracts import record as record_contracts  # noqa: E402
+from contracts import record  # noqa: E402
 
 IMPORTERS = (  # what imports FlashMLA's names, in vLLM 0.33.0
     "vllm.v1.attention.backends.mla.flashmla",
@@ -54,13 +55,13 @@ def before() -> Any:
 
     load_general_plugins()
     assert "vllm.v1.attention.ops.flashmla" not in sys.modules
-    record_contracts.vllm_without_gpu()
+    record.vllm_without_gpu()
     return names()
 
 
 def after() -> Any:
     """The plug-in after all importers have bound vLLM's own names."""
-    record_contracts.vllm_without_gpu()
+    record.vllm_without_gpu()
     for module in IMPORTERS:
         import_module(module)
     from rawmla.engines.vllm import register
@@ -71,7 +72,7 @@ def after() -> Any:
 
 def fp8() -> Any:
     """What stays vLLM's: on this build without FlashMLA, its own error."""
-    interface = record_contracts.vllm_without_gpu()
+    interface = record.vllm_without_gpu()
     from rawmla.engines.vllm import register
 
     register()
@@ -91,7 +92,7 @@ def _paths(queue: Any, members: dict[str, Any]) -> None:
 
 def backends() -> Any:
     """Selection by name on Hopper and on another GPU, and the members sent to a spawned worker."""
-    record_contracts.vllm_without_gpu()
+    record.vllm_without_gpu()
     from vllm.platforms.interface import DeviceCapability
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
@@ -132,86 +133,73 @@ def backends() -> Any:
 
 def recorded() -> Any:
     """Calls recorded anew, by engine."""
-    engine = sys.argv[2]
-    recorder = record_contracts.record_vllm if engine == "vllm" else record_contracts.record_vllm_backend
+    recorder = record.record_vllm if sys.argv[2] == "vllm" else record.record_vllm_backend
     return recorder().calls
 
 
 def same_results() -> Any:
     """rawmla's implementations and their parents on the same layers, both computed by the reference: the
-    largest difference of out and lse for every case, and how many cases.
+    largest differences of out and lse for every case, without and with batch invariance.
     """
-    interface = record_contracts.vllm_without_gpu()
+    interface = record.vllm_without_gpu()
     import rawmla
     from rawmla import reference
 
-    def decode(**arguments: Any) -> Any:
-        q = arguments["q"]
-        arguments["q"] = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
-        arguments["tile_scheduler_metadata"] = None
-        if arguments.get("indices") is not None:
-            arguments["block_table"] = arguments["cache_seqlens"] = None
-        return reference.flash_mla_with_kvcache(**arguments)
+    def decode(**given: Any) -> Any:
+        if given.get("indices") is not None:  # vLLM has a table and lengths for it that nobody reads
+            given |= {"block_table": None, "cache_seqlens": None}
+        return reference.flash_mla_with_kvcache(**given)
 
-    def ours_decode(q: Any, k_cache: Any, table: Any, lengths: Any, d_v: int, plan: Any, **rest: Any) -> Any:
-        assert isinstance(q, tuple) or q.is_contiguous()
-        return decode(q=q, k_cache=k_cache, block_table=table, cache_seqlens=lengths, head_dim_v=d_v, **rest)
-
-    def ours_prefill(q: Any, kv: Any, indices: Any, scale: float, **rest: Any) -> Any:
-        rest.pop("enable_batch_invariant")
-        q = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
-        return reference.flash_mla_sparse_fwd(q, kv, indices, scale, **rest)
-
-    interface.get_mla_metadata = lambda *args, **kwargs: (object(), None)
+    interface.get_mla_metadata = lambda *args, **kwargs: (None, None)
     interface.flash_mla_with_kvcache = decode
-    interface.flash_mla_sparse_fwd = lambda *values, **rest: reference.flash_mla_sparse_fwd(
-        *values, **rest, log_base="e"
-    )
-    setattr(rawmla, "flash_mla_with_kvcache", ours_decode)  # noqa: B010
-    setattr(rawmla, "flash_mla_sparse_fwd", ours_prefill)  # noqa: B010
-    from vllm.v1.attention.backends.mla import flashmla, flashmla_sparse
+    interface.flash_mla_sparse_fwd = partial(reference.flash_mla_sparse_fwd, log_base="e")
+    for name in ("flash_mla_with_kvcache", "flash_mla_sparse_fwd"):
+        setattr(rawmla, name, getattr(reference, name))
+    from vllm.v1.attention.backends.mla.flashmla import FlashMLAImpl
+    from vllm.v1.attention.backends.mla.flashmla_sparse import FlashMLASparseImpl
 
-    from rawmla.engines import vllm_backend
+    from rawmla.engines.vllm_backend import RawMLAImpl, RawMLASparseImpl
 
-    dense = {
-        "one token": {}, "two tokens": {"s_q": 2}, "lse": {"lse": True}, "a tensor": {"whole": True},
-        "no RoPE columns": {"rope": 0},
-    }  # fmt: skip
-    sparse = {
-        "whole batch as one request": {"mixed": True}, "decode": {"prefill": 0},
-        "two tokens": {"s_q": 2, "prefill": 0}, "decode and prefill": {}, "bf16 cache": {"fp8": False},
-        "no RoPE columns": {"fp8": False, "rope": 0}, "no RoPE columns, FP8": {"rope": 0, "mixed": True},
-    }  # fmt: skip
-    layers: list[tuple[str, Any, Any, Any, Any]] = [
-        (f"dense, {name}", _dense, flashmla.FlashMLAImpl, vllm_backend.RawMLAImpl, options)
-        for name, options in dense.items()
-    ]
-    kinds = flashmla_sparse.FlashMLASparseImpl, vllm_backend.RawMLASparseImpl
-    layers += [(f"sparse, {name}", _sparse, *kinds, options) for name, options in sparse.items()]
+    dense = record.DENSE_CASES | {"no RoPE columns": (3, 1, 6, 1, False, torch.bfloat16, 0)}
+    sparse = record.SPARSE_CASES | {
+        f"no RoPE columns, {kind}": (6, 2, 1, 3, kind, 0) for kind in ("auto", "fp8_ds_mla")
+    }
+    record.numbers, record.TOPK = random_numbers, 64
     differences = {}
-    for name, layer, theirs, ours, options in layers:
-        want = layer(theirs, **options)
-        differences[name] = _difference(want, layer(ours, **options))
-        os.environ["VLLM_BATCH_INVARIANT"] = "1"
-        differences[f"{name}, batch-invariant"] = _difference(want, layer(ours, **options))
-        os.environ["VLLM_BATCH_INVARIANT"] = "0"
+    for layer, theirs, ours, cases in (
+        (record.vllm_dense, FlashMLAImpl, RawMLAImpl, dense),
+        (record.vllm_sparse, FlashMLASparseImpl, RawMLASparseImpl, sparse),
+    ):
+        for name, case in cases.items():
+            results = []
+            for kind, invariant in ((theirs, "0"), (ours, "0"), (ours, "1")):
+                os.environ["VLLM_BATCH_INVARIANT"] = invariant
+                torch.manual_seed(0)
+                results.append(layer(record.Recorder(), kind, name, *case))
+            want, *others = results
+            differences[name] = [_difference(x, y) for got in others for x, y in zip(want, got, strict=True)]
     return differences
 
 
-def _difference(one: Any, other: Any) -> list[float]:
-    result = []
-    for a, b in zip(one, other, strict=True):
-        assert (a is None) == (b is None)
-        if a is None:  # vLLM asks for lse only under context parallelism
-            continue
-        assert a.shape == b.shape
-        result.append(float((a.double() - b.double()).abs().max()))
-    return result
+def random_numbers(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """Of integers, pages, slots and lengths in any cache; of bytes, those that are no NaN in FP8 records."""
+    limits = {torch.int32: 40, torch.uint8: 64}
+    if dtype in limits:
+        return torch.randint(0, limits[dtype], shape, dtype=dtype)
+    return torch.randn(shape).to(dtype)
+
+
+def _difference(one: Any, other: Any) -> float:
+    """vLLM asks for lse only under context parallelism."""
+    if one is None and other is None:
+        return 0.0
+    assert one.shape == other.shape
+    return float((one.double() - other.double()).abs().max())
 
 
 def preparation() -> Any:
     """What the builders load and what the layers reserve: calls of `warmup`, and bytes."""
-    record_contracts.vllm_without_gpu()
+    record.vllm_without_gpu()
     import rawmla
     from rawmla.engines import vllm_backend
     from rawmla.kernels.operations import specs_of
@@ -219,7 +207,9 @@ def preparation() -> Any:
     loaded = []
 
     def warmup(*operations: str, device: Any, **options: Any) -> None:
-        loaded.append([list(operations), options, len(specs_of(operations, **_all_options(options)))])
+        names = ("dtypes", "d_qk", "page_block_sizes", "sparse_formats", "prefill_formats")
+        specs = specs_of(operations, **{name: options.get(name) for name in names})
+        loaded.append([list(operations), options, len(specs)])
 
     setattr(rawmla, "warmup", warmup)  # noqa: B010
     vllm_backend.device_info = lambda device: SimpleNamespace(sm_count=132)
@@ -245,93 +235,6 @@ def preparation() -> Any:
             impl.topk_indices_buffer = empty(1, 2048)
             impl.reserve_workspace()
     return {"loaded": loaded, "reserved": reserved, "thresholds": thresholds}
-
-
-def _all_options(options: dict[str, Any]) -> dict[str, Any]:
-    names = ("dtypes", "d_qk", "page_block_sizes", "sparse_formats", "prefill_formats")
-    return {name: options.get(name) for name in names}
-
-
-HEADS = 6
-
-
-def _query(tokens: int, rope: int, whole: bool) -> Any:
-    torch.manual_seed(tokens)
-    parts = tuple(torch.randn(tokens, HEADS, n).bfloat16() for n in (512, rope))
-    return torch.cat(parts, -1) if whole else parts
-
-
-def _dense(kind: Any, s_q: int = 1, lse: bool = False, whole: bool = False, rope: int = 64) -> Any:
-    b = 3
-    q = _query(b * s_q, rope, whole)
-    impl = object.__new__(kind)
-    impl.kv_cache_dtype, impl.kv_lora_rank, impl.scale = "auto", 512, 0.05
-    impl.need_to_return_lse_for_decode = lse
-    cache = torch.randn(8, 64, 512 + rope).bfloat16()
-    decode = SimpleNamespace(
-        block_table=torch.arange(6, dtype=torch.int32).view(3, 2), scheduler_metadata=None,
-        seq_lens=torch.tensor([5, 128, 70], dtype=torch.int32),
-    )  # fmt: skip
-    out, statistics = impl.forward_mqa(q, cache, SimpleNamespace(decode=decode, num_decodes=b), None)
-    return out, statistics if lse else None
-
-
-def _sparse(
-    kind: Any, s_q: int = 1, prefill: int = 3, mixed: bool = False, fp8: bool = True, rope: int = 64
-) -> Any:
-    from vllm.v1.attention.backends.mla import flashmla_sparse
-
-    from rawmla import reference
-
-    decodes, topk, heads = 2, 24, HEADS
-    decode_tokens = decodes * s_q
-    tokens = decode_tokens + prefill
-    q = _query(tokens, rope, False)
-    indices = torch.randint(-1, 64, (tokens, topk), dtype=torch.int32)
-    lengths = torch.randint(0, topk + 1, (tokens,), dtype=torch.int32)
-
-    def convert(*_: Any, return_valid_counts: bool = False, **__: Any) -> Any:
-        return (indices, lengths) if return_valid_counts else indices
-
-    def concat(nope: torch.Tensor, other: torch.Tensor, out: torch.Tensor) -> None:
-        out[:, : nope.shape[1]].copy_(torch.cat((nope, other), -1))
-
-    def gather(cache: Any, workspace: torch.Tensor, *_: Any) -> None:
-        workspace.copy_(torch.randn(workspace.shape, generator=torch.Generator().manual_seed(0)))
-
-    flashmla_sparse.triton_convert_req_index_to_global_index = convert
-    flashmla_sparse.ops = SimpleNamespace(concat_mla_q=concat, cp_gather_and_upconvert_fp8_kv_cache=gather)
-    impl = object.__new__(kind)
-    impl.num_heads, impl.kv_lora_rank = heads, 512
-    impl.kv_cache_dtype = "fp8_ds_mla" if fp8 else "auto"
-    impl.q_head_size = 576 if fp8 else 512 + rope
-    impl.softmax_scale, impl.prefill_padding, impl.fp8_decode_padded_heads = 0.05, 64, 64
-    impl.topk_indices_buffer = indices
-    impl.need_to_return_lse_for_decode = impl.pcp_dcp_kv_gather = False
-    impl.dcp_world_size, impl.index_group, impl.index_group_index = 1, None, 0
-    impl._convert_logical_to_physical_topk = lambda *_, **options: convert(**options)
-    wide = (32, heads if fp8 else 64, impl.q_head_size)
-    shapes = [wide, (64, 576), (32, 64, 576), (32, 64, 512), (32, heads, 512)]
-    impl.workspace_specs = [(shape, torch.bfloat16) for shape in shapes[: 5 if fp8 else 1]]
-    cache = torch.randn(2, 64, 1, impl.q_head_size).bfloat16()
-    if fp8:
-        cache = reference.quantize_k_cache(cache, "v32")
-    batch = SimpleNamespace(
-        block_table=None, req_id_per_token=torch.zeros(tokens), block_size=64,
-        num_decode_tokens=decode_tokens, num_actual_tokens=tokens, fp8_use_mixed_batch=mixed,
-    )  # fmt: skip
-    builder = SimpleNamespace(
-        max_model_len_tensor=torch.zeros(8), dummy_block_table=torch.zeros(8, 1), pcp_dcp_kv_gather=False
-    )
-    kinds = flashmla_sparse.FlashMLASparseMetadata
-    if mixed:
-        batch.fp8_extra_metadata = kinds.FP8KernelMetadata(None, None, None)
-    elif fp8:
-        batch.fp8_extra_metadata = record_contracts._separate(flashmla_sparse, builder, decodes, s_q, prefill)
-        if prefill:
-            batch.fp8_extra_metadata.prefill.chunks[0].chunk_tot_seqlen = 64
-    out, _ = impl.forward_mqa(q, cache.squeeze(2), batch, None)
-    return (out,)
 
 
 if __name__ == "__main__":

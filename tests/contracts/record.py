@@ -31,6 +31,7 @@ import torch
 
 CONTRACTS = Path(__file__).resolve().parent
 PAGE = 64
+TOPK = 2048
 
 
 # ---- recording
@@ -101,24 +102,16 @@ def describe(value: Any) -> Any:
     return value
 
 
-def decode_results(arguments: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Results of decoding, of the right shapes."""
-    q = arguments["q"]
-    b, s_q, h_q, _ = (q[0] if isinstance(q, tuple) else q).shape
-    out = arguments.get("out")
+def results_of(arguments: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+    """Results of the right shapes: of decoding out and lse, of sparse prefill out, max_logits and lse."""
+    q, out = arguments["q"], arguments.get("out")
+    *tokens, h_q, _ = (q[0] if isinstance(q, tuple) else q).shape
     if out is None:
-        out = torch.zeros(b, s_q, h_q, arguments["head_dim_v"], dtype=torch.bfloat16)
-    return out, torch.zeros(b, h_q, s_q)
-
-
-def prefill_results(arguments: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Results of sparse prefill, of the right shapes."""
-    q = arguments["q"]
-    s_q, h_q, _ = (q[0] if isinstance(q, tuple) else q).shape
-    out = arguments.get("out")
-    if out is None:
-        out = torch.zeros(s_q, h_q, arguments.get("d_v", 512), dtype=torch.bfloat16)
-    return out, torch.zeros(s_q, h_q), torch.zeros(s_q, h_q)
+        out = torch.zeros(*tokens, h_q, 512, dtype=torch.bfloat16)
+    if len(tokens) == 2:
+        b, s_q = tokens
+        return out, torch.zeros(b, h_q, s_q)
+    return out, torch.zeros(*tokens, h_q), torch.zeros(*tokens, h_q)
 
 
 def stub_module(name: str, **names: Any) -> ModuleType:
@@ -136,20 +129,25 @@ def stub_module(name: str, **names: Any) -> ModuleType:
     return module
 
 
+def numbers(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """An array of a call. Only its view is recorded; tests/vllm_probe.py puts random numbers into it."""
+    return torch.zeros(shape, dtype=dtype)
+
+
+def int32(*shape: int) -> torch.Tensor:
+    """What an engine's kernel would have written."""
+    return numbers(*shape, dtype=torch.int32)
+
+
 def paged(num_blocks: int, page: int, row: int, dtype: torch.dtype, block_stride: int | None = None) -> Any:
     """A cache `[num_blocks, page, row]`; `block_stride` in elements, when other pages lie between blocks."""
     stride = page * row if block_stride is None else block_stride
-    return torch.zeros(num_blocks, stride, dtype=dtype)[:, : page * row].view(num_blocks, page, row)
+    return numbers(num_blocks, stride, dtype=dtype)[:, : page * row].view(num_blocks, page, row)
 
 
 def file_of(kind: type) -> str:
     """The file of a class, from its package on."""
     return kind.__module__.replace(".", "/") + ".py"
-
-
-def int32(*shape: int) -> torch.Tensor:
-    """What an engine's kernel would have written."""
-    return torch.zeros(*shape, dtype=torch.int32)
 
 
 # ---- parameters of FlashMLA's functions in the engines
@@ -168,13 +166,6 @@ SGLANG_PLAN = "seqlens_k num_q_tokens_per_head_k h_k h_q is_fp8_kvcache topk use
 # ---- vLLM
 
 
-class AbsentOps:
-    """A namespace of torch.ops without its extension: every operator answers None."""
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *args, **kwargs: None
-
-
 def vllm_without_gpu() -> Any:
     """Make vLLM importable on a CPU, as if its GPU was an H200; returns its FlashMLA module."""
     stub_module("vllm._C_stable_libtorch")
@@ -190,7 +181,7 @@ def vllm_without_gpu() -> Any:
             return DeviceCapability(9, 0)
 
     vllm.platforms._current_platform = Hopper()
-    setattr(torch.ops, "_C", AbsentOps())  # noqa: B010
+    vars(torch.ops)["_C"] = stub_module("torch.ops._C")
     from vllm.v1.worker.workspace import init_workspace_manager
 
     torch.accelerator.empty_cache = lambda: None  # which vLLM's workspace calls when it grows
@@ -206,14 +197,14 @@ def record_vllm() -> Recorder:
     recorder = Recorder()
     interface.FlashMLASchedMeta = Plan
     interface.get_mla_metadata = recorder.function("get_mla_metadata", None, lambda arguments: (Plan(), None))
-    interface.flash_mla_with_kvcache = recorder.function(
-        "flash_mla_with_kvcache", VLLM_DECODE, decode_results
-    )
-    interface.flash_mla_sparse_fwd = recorder.function("flash_mla_sparse_fwd", VLLM_PREFILL, prefill_results)
+    for name, parameters in (("flash_mla_with_kvcache", VLLM_DECODE), ("flash_mla_sparse_fwd", VLLM_PREFILL)):
+        setattr(interface, name, recorder.function(name, parameters, results_of))
     from vllm.v1.attention.backends.mla import flashmla, flashmla_sparse
 
-    vllm_dense(recorder, flashmla.FlashMLAImpl)
-    vllm_sparse(recorder, flashmla_sparse.FlashMLASparseImpl)
+    for name, case in DENSE_CASES.items():
+        vllm_dense(recorder, flashmla.FlashMLAImpl, name, *case)
+    for name, sparse_case in (SPARSE_CASES | HY_V4_CASES).items():
+        vllm_sparse(recorder, flashmla_sparse.FlashMLASparseImpl, name, *sparse_case)
     vllm_v4(recorder)
     return recorder
 
@@ -225,130 +216,149 @@ def record_vllm_backend() -> Recorder:
     import rawmla
 
     recorder = Recorder()
-    answers = {"flash_mla_with_kvcache": decode_results, "flash_mla_sparse_fwd": prefill_results}
-    for name, answer in answers.items():
+    for name in ("flash_mla_with_kvcache", "flash_mla_sparse_fwd"):
         parameters = inspect.signature(getattr(rawmla, name)).parameters
-        setattr(rawmla, name, recorder.function(name, parameters, answer))
+        setattr(rawmla, name, recorder.function(name, parameters, results_of))
     from rawmla.engines import vllm_backend
 
-    vllm_dense(recorder, vllm_backend.RawMLAImpl)
-    vllm_sparse(recorder, vllm_backend.RawMLASparseImpl)
+    for name, case in DENSE_CASES.items():
+        vllm_dense(recorder, vllm_backend.RawMLAImpl, name, *case)
+    for name, sparse_case in SPARSE_CASES.items():
+        vllm_sparse(recorder, vllm_backend.RawMLASparseImpl, name, *sparse_case)
     return recorder
 
 
-def vllm_dense(recorder: Recorder, impl_class: Any) -> None:
-    """FlashMLAMetadataBuilder._build_decode and forward_mqa of an implementation."""
+DENSE_CASES: dict[str, tuple[Any, ...]] = {
+    # name: (requests, tokens of each, heads, ranks to gather from, blocks apart, dtype)
+    "decode, 128 heads": (4, 1, 128, 1, False, torch.bfloat16),
+    "decode, 16 heads, float16": (3, 1, 16, 1, False, torch.float16),
+    "two tokens a request (MTP), 16 heads": (4, 2, 16, 1, False, torch.bfloat16),
+    "short prefills decoded, 17 tokens a request": (2, 17, 16, 1, False, torch.bfloat16),
+    "hybrid model, pages of other layers between blocks": (3, 1, 32, 1, True, torch.bfloat16),
+    "context parallelism, heads of 4 ranks": (3, 1, 32, 4, False, torch.bfloat16),
+}
+SPARSE_CASES: dict[str, tuple[Any, ...]] = {
+    # name: (heads, decodes, tokens of each, prefill tokens, cache)
+    "FP8 cache, 16 heads, whole batch as one request": (16, 5, 1, 7, "fp8_ds_mla"),
+    "FP8 cache, 16 heads, decode only": (16, 6, 1, 0, "fp8_ds_mla"),
+    "FP8 cache, 128 heads, decode": (128, 3, 1, 0, "fp8_ds_mla"),
+    "FP8 cache, 64 heads, two tokens a request (MTP)": (64, 3, 2, 0, "fp8_ds_mla"),
+    "FP8 cache, 32 heads, decode and prefill": (32, 2, 1, 9, "fp8_ds_mla"),
+    "bf16 cache, 16 heads": (16, 4, 1, 5, "auto"),
+    "bf16 cache, 128 heads": (128, 4, 1, 0, "auto"),
+    "bf16 cache, pages of other layers between blocks": (64, 4, 1, 0, "hybrid"),
+}
+HY_V4_CASES = {
+    "HY-V4, FP8 cache, 16 heads, sinks": (16, 3, 1, 2, "fp8_ds_mla"),
+    "HY-V4, bf16 cache, 16 heads, sinks": (16, 3, 1, 2, "auto"),
+}
+
+
+def vllm_dense(
+    recorder: Recorder,
+    impl_class: Any,
+    name: str,
+    b: int,
+    s_q: int,
+    heads: int,
+    ranks: int,
+    padded: bool,
+    dtype: torch.dtype,
+    rope: int = 64,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """FlashMLAMetadataBuilder._build_decode and forward_mqa of an implementation; returns out and lse."""
     from vllm.v1.attention.backends.mla import flashmla
 
-    file = "vllm/v1/attention/backends/mla/flashmla.py"
-    site = f"{file_of(impl_class)} {impl_class.__name__}.forward_mqa"
-    cases = {  # name: (requests, tokens of each, heads, ranks to gather from, blocks apart, dtype)
-        "decode, 128 heads": (4, 1, 128, 1, False, torch.bfloat16),
-        "decode, 16 heads, float16": (3, 1, 16, 1, False, torch.float16),
-        "two tokens a request (MTP), 16 heads": (4, 2, 16, 1, False, torch.bfloat16),
-        "short prefills decoded, 17 tokens a request": (2, 17, 16, 1, False, torch.bfloat16),
-        "hybrid model, pages of other layers between blocks": (3, 1, 32, 1, True, torch.bfloat16),
-        "context parallelism, heads of 4 ranks": (3, 1, 32, 4, False, torch.bfloat16),
-    }
-    for name, (b, s_q, heads, ranks, padded, dtype) in cases.items():
-        builder = object.__new__(flashmla.FlashMLAMetadataBuilder)
-        builder.num_q_heads, builder.dcp_world_size, builder.is_fp8_kvcache = heads, ranks, False
-        starts = torch.arange(b + 1, dtype=torch.int32) * s_q
-        recorder.at(f"{file} FlashMLAMetadataBuilder._build_decode", name)
-        table = int32(32, 16)[:b]
-        decode = builder._build_decode(table, int32(32)[:b], 1024, starts, starts, b * s_q, s_q, None)
-        impl = object.__new__(impl_class)
-        impl.kv_cache_dtype, impl.kv_lora_rank, impl.scale = "auto", 512, 0.1147
-        impl.need_to_return_lse_for_decode = ranks > 1
-        tokens, heads = b * s_q, heads * ranks
-        parts = torch.zeros(tokens, heads, 512, dtype=dtype), torch.zeros(tokens, heads, 192, dtype=dtype)
-        query = parts[0], parts[1][..., 128:]
-        cache = paged(40, PAGE, 576, dtype, PAGE * 576 + 4096 if padded else None)
-        recorder.at(site, name)
-        batch = SimpleNamespace(decode=decode, num_decodes=b)
-        impl.forward_mqa(query if ranks == 1 else torch.cat(query, -1), cache, batch, None)
+    builder = object.__new__(flashmla.FlashMLAMetadataBuilder)
+    builder.num_q_heads, builder.dcp_world_size, builder.is_fp8_kvcache = heads, ranks, False
+    starts = torch.arange(b + 1, dtype=torch.int32) * s_q
+    recorder.at("vllm/v1/attention/backends/mla/flashmla.py FlashMLAMetadataBuilder._build_decode", name)
+    table = int32(32, 16)[:b]
+    decode = builder._build_decode(table, int32(32)[:b], 1024, starts, starts, b * s_q, s_q, None)
+    impl = object.__new__(impl_class)
+    impl.kv_cache_dtype, impl.kv_lora_rank, impl.scale = "auto", 512, 0.1147
+    impl.need_to_return_lse_for_decode = ranks > 1
+    parts = [numbers(b * s_q, heads * ranks, d, dtype=dtype) for d in (512, 192)]
+    query = parts[0], parts[1][..., 192 - rope :]
+    row = 512 + rope
+    cache = paged(40, PAGE, row, dtype, PAGE * row + 4096 if padded else None)
+    recorder.at(f"{file_of(impl_class)} {impl_class.__name__}.forward_mqa", name)
+    batch = SimpleNamespace(decode=decode, num_decodes=b)
+    out, lse = impl.forward_mqa(query if ranks == 1 else torch.cat(query, -1), cache, batch, None)
+    return out, lse if ranks > 1 else None
 
 
-def vllm_sparse(recorder: Recorder, impl_class: Any) -> None:
-    """forward_mqa of an implementation over both kinds of caches; vLLM's also as HY-V4 has it, with sinks."""
+def vllm_sparse(
+    recorder: Recorder,
+    impl_class: Any,
+    name: str,
+    heads: int,
+    decodes: int,
+    s_q: int,
+    prefill: int,
+    kind: str,
+    rope: int = 64,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """forward_mqa of an implementation, or of HY-V4's with sinks; returns out and lse."""
     from vllm.models.hy_v4.nvidia import flashmla_sparse as hy_v4
     from vllm.v1.attention.backends.mla import flashmla_sparse
 
     def concat(nope: torch.Tensor, rope: torch.Tensor, out: torch.Tensor) -> None:
         out[:, : nope.shape[1]].copy_(torch.cat((nope, rope), -1))
 
-    flashmla_sparse.ops = SimpleNamespace(
-        concat_mla_q=concat, cp_gather_and_upconvert_fp8_kv_cache=lambda *args: None
-    )
+    def gather(cache: Any, workspace: torch.Tensor, *_: Any) -> None:
+        workspace.copy_(numbers(*workspace.shape))
 
     def convert(
         requests: Any, table: Any, indices: torch.Tensor, *, return_valid_counts: bool = False, **_: Any
     ) -> Any:
-        slots = torch.zeros_like(indices)
+        slots = int32(*indices.shape)
         return (slots, int32(len(indices))) if return_valid_counts else slots
 
+    flashmla_sparse.ops = SimpleNamespace(concat_mla_q=concat, cp_gather_and_upconvert_fp8_kv_cache=gather)
     flashmla_sparse.triton_convert_req_index_to_global_index = convert
-    file = "vllm/v1/attention/backends/mla/flashmla_sparse.py"
-    # name: (class, heads, decodes, tokens of each, prefill tokens, cache)
-    cases: dict[str, tuple[Any, ...]] = {
-        "FP8 cache, 16 heads, whole batch as one request": (0, 16, 5, 1, 7, "fp8_ds_mla"),
-        "FP8 cache, 16 heads, decode only": (0, 16, 6, 1, 0, "fp8_ds_mla"),
-        "FP8 cache, 128 heads, decode": (0, 128, 3, 1, 0, "fp8_ds_mla"),
-        "FP8 cache, 64 heads, two tokens a request (MTP)": (0, 64, 3, 2, 0, "fp8_ds_mla"),
-        "FP8 cache, 32 heads, decode and prefill": (0, 32, 2, 1, 9, "fp8_ds_mla"),
-        "bf16 cache, 16 heads": (0, 16, 4, 1, 5, "auto"),
-        "bf16 cache, 128 heads": (0, 128, 4, 1, 0, "auto"),
-        "bf16 cache, pages of other layers between blocks": (0, 64, 4, 1, 0, "hybrid"),
-        "HY-V4, FP8 cache, 16 heads, sinks": (1, 16, 3, 1, 2, "fp8_ds_mla"),
-        "HY-V4, bf16 cache, 16 heads, sinks": (1, 16, 3, 1, 2, "auto"),
-    }
-    for name, (hy, heads, decodes, s_q, prefill, kind) in cases.items():
-        if hy:
-            if impl_class is not flashmla_sparse.FlashMLASparseImpl:
-                continue
-            kind_of_impl = hy_v4.HYV4FlashMLASparseImpl
-        else:
-            kind_of_impl = impl_class
-        fp8 = kind == "fp8_ds_mla"
-        decode_tokens = decodes * s_q
-        tokens, padded = decode_tokens + prefill, -(-heads // 64) * 64
-        impl = object.__new__(kind_of_impl)
-        impl.num_heads, impl.kv_cache_dtype = heads, kind if fp8 else "auto"
-        impl.kv_lora_rank, impl.q_head_size = 512, 576
-        impl.softmax_scale, impl.prefill_padding = 0.1147, 64
-        impl.fp8_decode_padded_heads = impl_class._compute_fp8_decode_padded_heads(heads)
-        impl.topk_indices_buffer = int32(64, 2048)
-        impl.need_to_return_lse_for_decode = impl.pcp_dcp_kv_gather = False
-        impl.dcp_world_size, impl.index_group, impl.index_group_index = 1, None, 0
-        impl._convert_logical_to_physical_topk = lambda indices, batch, **options: convert(
-            None, None, indices, **options
-        )
-        if hy:
-            impl.sinks = torch.zeros(heads)
-        wide = 64 if fp8 else padded
-        impl.workspace_specs = [((64, max(heads, 1) if fp8 else wide, 576), torch.bfloat16)]
-        if fp8:
-            shapes = [(256, 576), (64, padded, 576), (64, padded, 512), (64, heads, 512)]
-            impl.workspace_specs += [(shape, torch.bfloat16) for shape in shapes]
-        row, dtype = (656, torch.uint8) if fp8 else (576, torch.bfloat16)
-        cache = paged(40, PAGE, row, dtype, (PAGE + 16) * row if kind == "hybrid" else None)
+    decode_tokens, fp8 = decodes * s_q, kind == "fp8_ds_mla"
+    tokens, padded = decode_tokens + prefill, -(-heads // 64) * 64
+    kind_of_impl = hy_v4.HYV4FlashMLASparseImpl if name in HY_V4_CASES else impl_class
+    impl = object.__new__(kind_of_impl)
+    impl.num_heads, impl.kv_cache_dtype = heads, kind if fp8 else "auto"
+    impl.kv_lora_rank, impl.q_head_size = 512, 576 if fp8 else 512 + rope
+    impl.softmax_scale, impl.prefill_padding = 0.1147, 64
+    impl.fp8_decode_padded_heads = impl_class._compute_fp8_decode_padded_heads(heads)
+    impl.topk_indices_buffer = int32(64, TOPK)
+    impl.need_to_return_lse_for_decode = impl.pcp_dcp_kv_gather = False
+    impl.dcp_world_size, impl.index_group, impl.index_group_index = 1, None, 0
+    impl._convert_logical_to_physical_topk = lambda indices, batch, **options: convert(
+        None, None, indices, **options
+    )
+    impl.sinks = numbers(heads, dtype=torch.float32)  # which HY-V4's alone looks at
+    shapes = [(64, heads if fp8 else padded, impl.q_head_size)]
+    if fp8:
+        shapes += [(256, 576), (64, padded, 576), (64, padded, 512), (64, heads, 512)]
+    impl.workspace_specs = [(shape, torch.bfloat16) for shape in shapes]
+    row, dtype = (656, torch.uint8) if fp8 else (impl.q_head_size, torch.bfloat16)
+    cache = paged(40, PAGE, row, dtype, (PAGE + 16) * row if kind == "hybrid" else None)
 
-        builder = object.__new__(flashmla_sparse.FlashMLASparseMetadataBuilder)
-        builder.max_model_len_tensor, builder.dummy_block_table = int32(32), int32(32, 1)
-        builder.pcp_dcp_kv_gather = False
-        recorder.at(f"{file} FlashMLASparseMetadataBuilder.build", name)
-        mixed = heads < flashmla_sparse.MIN_HEADS_FOR_BF16_PREFILL
-        batch = SimpleNamespace(
-            block_table=int32(decodes + 1, 16), req_id_per_token=int32(64), block_size=PAGE,
-            num_decode_tokens=decode_tokens, num_actual_tokens=tokens, fp8_use_mixed_batch=mixed,
-        )  # fmt: skip
-        if fp8 and mixed:
-            batch.fp8_extra_metadata = builder._build_fp8_mixed_decode_prefill()
-        elif fp8:
-            batch.fp8_extra_metadata = _separate(flashmla_sparse, builder, decodes, s_q, prefill)
-        recorder.at(f"{file_of(kind_of_impl)} {kind_of_impl.__name__}.forward_mqa", name)
-        nope, rope = (torch.zeros(tokens, heads, d, dtype=torch.bfloat16) for d in (512, 192))
-        impl.forward_mqa((nope, rope[..., 128:]), cache, batch, None)
+    builder = object.__new__(flashmla_sparse.FlashMLASparseMetadataBuilder)
+    builder.max_model_len_tensor, builder.dummy_block_table = int32(32), int32(32, 1)
+    builder.pcp_dcp_kv_gather = False
+    file = "vllm/v1/attention/backends/mla/flashmla_sparse.py"
+    recorder.at(f"{file} FlashMLASparseMetadataBuilder.build", name)
+    mixed = heads < flashmla_sparse.MIN_HEADS_FOR_BF16_PREFILL
+    batch = SimpleNamespace(
+        block_table=int32(decodes + 1, 16), req_id_per_token=int32(64), block_size=PAGE,
+        num_decode_tokens=decode_tokens, num_actual_tokens=tokens, fp8_use_mixed_batch=mixed,
+    )  # fmt: skip
+    if fp8 and mixed:
+        batch.fp8_extra_metadata = builder._build_fp8_mixed_decode_prefill()
+    elif fp8:
+        batch.fp8_extra_metadata = _separate(flashmla_sparse, builder, decodes, s_q, prefill)
+    recorder.at(f"{file_of(kind_of_impl)} {kind_of_impl.__name__}.forward_mqa", name)
+    parts = [numbers(tokens, heads, d) for d in (512, 192)]
+    result: tuple[torch.Tensor, torch.Tensor | None] = impl.forward_mqa(
+        (parts[0], parts[1][..., 192 - rope :]), cache, batch, None
+    )
+    return result
 
 
 def _separate(module: Any, builder: Any, decodes: int, s_q: int, prefill: int) -> Any:
@@ -382,21 +392,20 @@ def vllm_v4(recorder: Recorder) -> None:
             int32(len(indices)),
         )
         module.combine_topk_swa_indices = lambda *args, out, **kwargs: out
-    cases = {  # name: (module, class, ratio, heads)
-        "V4, window alone": (v4, "DeepseekV4FlashMLAAttention", 1, 64),
-        "V4, ratio 4": (v4, "DeepseekV4FlashMLAAttention", 4, 64),
-        "V4, ratio 128": (v4, "DeepseekV4FlashMLAAttention", 128, 128),
-        "V4.1, window alone": (v41, "DeepseekV4FlashMLAAttention", 0, 64),
-        "V4.1, ratio 2, 584-byte records": (v41, "DeepseekV4FlashMLAAttention", 2, 64),
+    cases = {  # name: (module, ratio, heads)
+        "V4, window alone": (v4, 1, 64),
+        "V4, ratio 4": (v4, 4, 64),
+        "V4, ratio 128": (v4, 128, 128),
+        "V4.1, window alone": (v41, 0, 64),
+        "V4.1, ratio 2, 584-byte records": (v41, 2, 64),
     }
-    for name, (module, class_name, ratio, heads) in cases.items():
-        _v4_layer(recorder, module, class_name, ratio, heads, name)
+    for name, (module, ratio, heads) in cases.items():
+        _v4_layer(recorder, module.DeepseekV4FlashMLAAttention, name, ratio, heads, alone="alone" in name)
 
 
-def _v4_layer(recorder: Recorder, module: Any, class_name: str, ratio: int, heads: int, name: str) -> None:
+def _v4_layer(recorder: Recorder, kind: Any, name: str, ratio: int, heads: int, *, alone: bool) -> None:
     decodes, prefill, window, alignment = 4, 6, 128, 576
     tokens = decodes + prefill
-    alone = ratio <= 1 and module.__name__.count("v41") == 0 or ratio == 0
     page = 256 // max(ratio, 1)
     row = page * 584
     own = None if alone else paged(40 * 64 // page, page, 584, torch.uint8, -(-row // alignment) * alignment)
@@ -423,15 +432,14 @@ def _v4_layer(recorder: Recorder, module: Any, class_name: str, ratio: int, head
         block_size=256, block_table=int32(6, 16), c128a_global_decode_topk_indices=wide[:decodes, None, :128],
         c128a_decode_topk_lens=int32(64)[:decodes], c128a_prefill_topk_indices=wide[:prefill, :128],
     )  # fmt: skip
-    kind = getattr(module, class_name)
-    file = file_of(kind)
+    site = f"{file_of(kind)} {kind.__name__}"
     q, output = (torch.zeros(tokens, heads, 512, dtype=torch.bfloat16) for _ in range(2))
-    recorder.at(f"{file} {class_name}._forward_decode", name)
+    recorder.at(f"{site}._forward_decode", name)
     arguments = {"q": q[:decodes], "kv_cache": own, "swa_metadata": batch, "swa_only": alone}
     arguments |= {"attn_metadata": None if alone else attn, "output": output[:decodes]}
     known = inspect.signature(kind._forward_decode).parameters
     kind._forward_decode(layer, **{key: value for key, value in arguments.items() if key in known})
-    recorder.at(f"{file} {class_name}._forward_prefill", name)
+    recorder.at(f"{site}._forward_prefill", name)
     kind._forward_prefill(
         layer, q=q[decodes:], positions=None, compressed_k_cache=own, swa_k_cache=swa,
         output=output[decodes:], attn_metadata=None if alone else attn, swa_metadata=batch,
@@ -441,39 +449,35 @@ def _v4_layer(recorder: Recorder, module: Any, class_name: str, ratio: int, head
 # ---- SGLang
 
 
-class Source:
-    """Single functions and methods of a package's files, compiled without the modules around them."""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-
-    def function(self, file: str, name: str, **names: Any) -> Callable[..., Any]:
-        """`name` is "function" or "Class.method"; `names` is all that it finds as globals, besides torch."""
-        body = ast.parse((self.root / file).read_text()).body
-        *classes, last = name.split(".")
-        for one in classes:
-            body = next(node.body for node in body if isinstance(node, ast.ClassDef) and node.name == one)
-        found = next(node for node in body if isinstance(node, ast.FunctionDef) and node.name == last)
-        future = ast.parse("from __future__ import annotations").body
-        scope: dict[str, Any] = {"torch": torch, **names}
-        exec(compile(ast.Module([*future, found], []), str(self.root / file), "exec"), scope)
-        made: Callable[..., Any] = scope[last]
-        return made
+def alone(file: Path, name: str, **names: Any) -> Callable[..., Any]:
+    """A function or "Class.method" of a file, compiled without the modules around it. `names` is all that it
+    finds as globals, besides torch.
+    """
+    body = ast.parse(file.read_text()).body
+    *classes, last = name.split(".")
+    for one in classes:
+        body = next(node.body for node in body if isinstance(node, ast.ClassDef) and node.name == one)
+    found = next(node for node in body if isinstance(node, ast.FunctionDef) and node.name == last)
+    future = ast.parse("from __future__ import annotations").body
+    scope: dict[str, Any] = {"torch": torch, **names}
+    exec(compile(ast.Module([*future, found], []), str(file), "exec"), scope)
+    made: Callable[..., Any] = scope[last]
+    return made
 
 
 def record_sglang(root: Path) -> Recorder:
     """Drive SGLang's attention backends as far as they go without a GPU build."""
     recorder = Recorder()
-    plan = recorder.function(
-        "get_mla_decoding_metadata",
-        SGLANG_PLAN,
-        lambda given: (int32(66, 8), int32(len(given["seqlens_k"]) + 1)),
-    )
-    names = {
+    answers = {
+        "get_mla_decoding_metadata": (
+            SGLANG_PLAN, lambda given: (int32(66, 8), int32(len(given["seqlens_k"]) + 1))
+        ),
+        "flash_mla_with_kvcache": (SGLANG_DECODE, results_of),
+        "flash_mla_sparse_fwd": (SGLANG_PREFILL, results_of),
+    }  # fmt: skip
+    names = {name: recorder.function(name, *answer) for name, answer in answers.items()}
+    names |= {
         "get_mla_metadata": lambda *args, **kwargs: (Plan(), None),
-        "get_mla_decoding_metadata": plan,
-        "flash_mla_with_kvcache": recorder.function("flash_mla_with_kvcache", SGLANG_DECODE, decode_results),
-        "flash_mla_sparse_fwd": recorder.function("flash_mla_sparse_fwd", SGLANG_PREFILL, prefill_results),
         "fused_norm_rope_attn_rope_cast": None,
     }
     stub_module("flash_mla", **names)
@@ -486,17 +490,16 @@ def record_sglang(root: Path) -> Recorder:
     spec.loader.exec_module(interface)
     for package in ("sglang", "sglang.kernels", "sglang.kernels.ops", "sglang.kernels.ops.attention"):
         stub_module(package, __path__=[])
-    source = Source(root)
-    sglang_dense(recorder, source, interface)
-    sglang_dsa(recorder, source)
+    sglang_dense(recorder, root, interface)
+    sglang_dsa(recorder, root)
     sglang_v4(recorder, interface)
     return recorder
 
 
-def sglang_dense(recorder: Recorder, source: Source, interface: Any) -> None:
+def sglang_dense(recorder: Recorder, root: Path, interface: Any) -> None:
     """FlashMLABackend.forward_decode, and forward_extend where it verifies drafts."""
     file = "sglang/srt/layers/attention/flashmla_backend.py"
-    pages = source.function("sglang/srt/mem_cache/layout/paged_view.py", "paged_view")
+    pages = alone(root / "sglang/srt/mem_cache/layout/paged_view.py", "paged_view")
     names = {
         "PAGE_SIZE": PAGE, "paged_view": pages, "flash_mla_with_kvcache": interface.flash_mla_with_kvcache,
         "get_parallel": lambda: SimpleNamespace(dcp_enabled=False),
@@ -527,19 +530,16 @@ def sglang_dense(recorder: Recorder, source: Source, interface: Any) -> None:
         method = "forward_decode" if s_q == 1 else "forward_extend"
         recorder.at(f"{file} FlashMLABackend.{method}", name)
         q = torch.zeros(b * s_q, heads * 576, dtype=torch.bfloat16)
-        source.function(file, f"FlashMLABackend.{method}", **names)(backend, q, None, None, layer, batch)
+        alone(root / file, f"FlashMLABackend.{method}", **names)(backend, q, None, None, layer, batch)
 
 
-def sglang_dsa(recorder: Recorder, source: Source) -> None:
+def sglang_dsa(recorder: Recorder, root: Path) -> None:
     """DeepseekSparseAttnBackend: its plan, decoding over an FP8 cache, sparse prefill."""
     file, kind = "sglang/srt/layers/attention/dsa_backend.py", "DeepseekSparseAttnBackend"
-    make_plan = source.function(
-        file,
-        f"{kind}._compute_flashmla_metadata",
-        DSAFlashMLAMetadata=lambda **fields: SimpleNamespace(**fields),
-    )
-    decode = source.function(file, f"{kind}._forward_flashmla_kv")
-    prefill = source.function(file, f"{kind}._forward_flashmla_sparse")
+    fields = {"DSAFlashMLAMetadata": SimpleNamespace}
+    make_plan = alone(root / file, f"{kind}._compute_flashmla_metadata", **fields)
+    decode = alone(root / file, f"{kind}._forward_flashmla_kv")
+    prefill = alone(root / file, f"{kind}._forward_flashmla_sparse")
     for heads in (16, 128):
         b, padded = 4, 64 if heads <= 64 else 128
         backend = SimpleNamespace(
@@ -566,9 +566,8 @@ def sglang_v4(recorder: Recorder, interface: Any) -> None:
     """DeepseekV4Backend.forward and _forward_prefill_sparse: the lines around their calls, written again."""
     file = "sglang/srt/layers/attention/deepseek_v4_backend.py"
     b, heads = 4, 64
-    window_rows = torch.zeros(
-        8, 37440, dtype=torch.uint8
-    )  # a page of 128 tokens or fewer, padded to 576 bytes
+    # A page of 128 tokens or fewer, padded to 576 bytes.
+    window_rows = torch.zeros(8, 37440, dtype=torch.uint8)
     for name, page in {"window alone": 0, "ratio 4": 64, "ratio 128": 2}.items():
         recorder.at(f"{file} DeepseekV4Backend.forward", f"V4, {name}", "read")
         q = torch.zeros(b, heads, 512, dtype=torch.bfloat16).unsqueeze(1)
