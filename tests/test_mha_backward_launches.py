@@ -67,6 +67,11 @@ def test_grids_of_long_segments(launches: Launches) -> None:
     assert launches.grids[CLEAR] == (100 + 200 + 200, 1, 1)
 
 
+def test_the_gradient_of_sinks_alone(launches: Launches) -> None:
+    launch(sink_dtype="bfloat16", needs=Needs(False, False, False, True))
+    assert [name for name, _ in launches.enqueued] == [PREPARE, FINISH]
+
+
 @pytest.mark.parametrize(("d_qk", "d_v", "columns"), ((100, 59, 128), (70, 59, 96), (70, 130, 128)))
 @pytest.mark.parametrize("deterministic", (False, True))
 @pytest.mark.parametrize("sink_dtype", (None, "bfloat16"))
