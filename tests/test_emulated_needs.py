@@ -73,17 +73,13 @@ def chosen(number: int, part: str, has_others: bool) -> tuple[Needs, ...]:
 parts = pytest.mark.parametrize("part", full_unless(lambda part: part == "one", ("one", "others")))
 
 
-def assert_near(one: Any, wanted: Any) -> None:
-    step = 2.0**-7 if wanted.dtype == torch.bfloat16 else 2.0**-10
-    torch.testing.assert_close(one.double(), wanted.double(), rtol=step, atol=1e-4, equal_nan=True)
-
-
 def assert_alike(name: str, one: Any, wanted: Any, *, ordered: bool) -> None:
     """The same bits, or sums in another order."""
     if ordered:
         assert torch.equal(one.nan_to_num(), wanted.nan_to_num()), name
     else:
-        assert_near(one, wanted)
+        step = 2.0**-7 if wanted.dtype == torch.bfloat16 else 2.0**-10
+        torch.testing.assert_close(one.double(), wanted.double(), rtol=step, atol=1e-4, equal_nan=True)
 
 
 @parts
