@@ -125,11 +125,6 @@ FAULTS = {
         ("if (lane != 7)", ""),
         r"124 threads \(0 1 2 3 \.\. 127\) wait for the other lanes of the warp at shfl$",
     ),
-    "an mbarrier that is none": (
-        "mbarrier_arrive(bar + 8);",
-        ("mbarrier_arrive(bar + 8);", ""),
-        r"thread \d+ of CTA \(0, 0, 0\): no mbarrier at 65544 of shared memory$",
-    ),
     "too many arrivals": (
         "if (thread == 0) mbarrier_init(bar, 100); __syncthreads(); mbarrier_arrive_expect_tx(bar, 16);",
         ("100", "128"),

@@ -44,43 +44,25 @@ class Launch(NamedTuple):
         return dict(self.spec.defines)
 
 
-class Recorder:
-    """In place of a kernel: notes its launches."""
-
-    def __init__(self, spec: KernelSpec, made: list[Launch]) -> None:
-        assert spec in SPECS
-        self.spec = spec
-        self.made = made
-
-    def launch(
-        self,
-        grid: tuple[int, int, int],
-        params: bytes,
-        stream: int,
-        *,
-        cluster: tuple[int, int, int] | None = None,
-        pdl: bool = False,
-    ) -> None:
-        assert stream == STREAM
-        self.made.append(Launch(self.spec, grid, read_params(self.spec, params), cluster, pdl))
-
-    def prepare(
-        self, grid: tuple[int, int, int], params: bytes, changing: struct.Struct, **options: Any
-    ) -> SimpleNamespace:
-        def launch(stream: int, *members: int | bytes, context_is_current: bool = False) -> bool:
-            self.launch(grid, changing.pack(*members) + params[changing.size :], stream, **options)
-            return context_is_current
-
-        return SimpleNamespace(launch=launch)
-
-
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
+    """In place of kernels: notes their launches."""
     made: list[Launch] = []
 
-    def get_kernel(spec: KernelSpec, device: int, *, capturing: Any) -> Recorder:
-        assert device == 0 and capturing is not_capturing
-        return Recorder(spec, made)
+    def get_kernel(spec: KernelSpec, device: int, *, capturing: Any) -> SimpleNamespace:
+        assert spec in SPECS and device == 0 and capturing is not_capturing
+
+        def launch(grid: Any, params: bytes, stream: int, *, cluster: Any = None, pdl: bool = False) -> None:
+            assert stream == STREAM
+            made.append(Launch(spec, grid, read_params(spec, params), cluster, pdl))
+
+        def prepare(grid: Any, params: bytes, changing: struct.Struct, **options: Any) -> SimpleNamespace:
+            def launch_prepared(stream: int, *members: int | bytes, context_is_current: bool = False) -> None:
+                launch(grid, changing.pack(*members) + params[changing.size :], stream, **options)
+
+            return SimpleNamespace(launch=launch_prepared)
+
+        return SimpleNamespace(launch=launch, prepare=prepare)
 
     monkeypatch.setattr(jit, "get_kernel", get_kernel)
     monkeypatch.setattr(jit, "device_info", lambda device: SimpleNamespace(sm_count=10))

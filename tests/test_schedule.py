@@ -311,16 +311,6 @@ def test_random_batches(seed: int, batch_invariant: bool) -> None:
         check(lengths, draw.choice((draw.randint(1, 8), draw.randint(1, 132), 500)), batch_invariant)
 
 
-@pytest.mark.parametrize("batch_invariant", (False, True))
-def test_all_small_batches(batch_invariant: bool) -> None:
-    """Every combination of a few lengths over few partitions: cuts fall everywhere, also into fixed costs."""
-    choices = [64 * blocks for blocks in (0, 1, 2, 9, 17, 40)]
-    for b in (1, 2, 3):
-        for lengths in itertools.product(choices, repeat=b):
-            for num_parts in (1, 2, 3, 4, 7):
-                check(lengths, num_parts, batch_invariant)
-
-
 def test_part_length_of_small_batches() -> None:
     """10,240 tokens are 160 blocks: sqrt(160 / 32) is 2.2, so partitions of 3, and 54 of them."""
     rows = check([10240], 132, False).object_rows
@@ -384,15 +374,6 @@ def test_sparse_plans(case: tuple[int, bool]) -> None:
         batches.append([draw.choice((0, 1, room)) for _ in range(b)])
         for blocks, num_parts in itertools.product(batches, (1, 2, 33, 132)):
             check_sparse(blocks, num_parts, room, batch_invariant)
-
-
-@pytest.mark.parametrize("batch_invariant", (False, True))
-def test_all_small_sparse_batches(batch_invariant: bool) -> None:
-    """Every combination of a few numbers of blocks, in a call with room for 40 and in one for 300."""
-    for room, choices in ((40, (0, 1, 8, 9, 31, 40)), (300, (0, 1, 9, 10, 11, 300))):
-        for blocks in itertools.product(choices, repeat=3):
-            for num_parts in (1, 2, 3, 5, 7):
-                check_sparse(blocks, num_parts, room, batch_invariant)
 
 
 def test_get_mla_metadata_is_the_plan_of_the_gpus_parts() -> None:
