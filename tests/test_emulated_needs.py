@@ -57,10 +57,6 @@ DENSE = [BackwardCase(case, of, number % 2 == 1) for number, (case, of) in enume
 FLEX = [SMALL_CASES[i] for i in (0, 1, 2, 3, 7)]
 
 
-def name_of(needs: Needs) -> str:
-    return "+".join(name for name, needed in needs._asdict().items() if needed)
-
-
 def chosen(number: int, part: str, has_others: bool) -> tuple[Needs, ...]:
     """One of the sets for the case of a number, another for its neighbour, or those that are left. The last
     set has nothing where there is no further gradient.
@@ -106,7 +102,7 @@ def test_dense_attention(emulator: Emulator, number: int, part: str) -> None:
         for i, (one, other) in enumerate(zip(got, everything, strict=True)):
             if one is not None:
                 ordered = i > 0 or DENSE[number].deterministic
-                assert_alike(f"{name_of(needs)}, {i}", one, other, ordered=ordered)
+                assert_alike(f"{needs}, {i}", one, other, ordered=ordered)
 
 
 @parts
@@ -138,9 +134,9 @@ def test_flex_attention(emulator: Emulator, number: int, part: str) -> None:
         assert needs.dq or "block_mask_ranks" not in names
         for i, (one, other) in enumerate(zip(got, everything, strict=True)):
             if one is not None:
-                assert_alike(f"{name_of(needs)}, {i}", one, other, ordered=i > 0 or ordered)
+                assert_alike(f"{needs}, {i}", one, other, ordered=i > 0 or ordered)
         assert set(by_name) == set(captured)
         for name, one in by_name.items():
             assert (one is not None) == needs.others
             if one is not None:
-                assert_alike(f"{name_of(needs)}, {name}", one, captured[name], ordered=ordered)
+                assert_alike(f"{needs}, {name}", one, captured[name], ordered=ordered)

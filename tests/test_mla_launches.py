@@ -250,11 +250,11 @@ def prefill_call(**changes: Any) -> mla_sparse.SparseCall:
     return sparse_call(**{**values, **changes})
 
 
-def launch_prefill(call: mla_sparse.SparseCall, limited: bool = True) -> int:
+def launch_prefill(call: mla_sparse.SparseCall) -> int:
     """Launch it once; returns the scratch bytes it asked for."""
     prepared = mla_sparse_prefill.prepare(call, not_capturing)
     absent = ("extra_k_cache", "extra_indices", "extra_topk_length", "sched_meta", "num_splits")
-    addresses = SPARSE_ADDRESSES._replace(topk_length=0x4000 * limited, **dict.fromkeys(absent, 0))
+    addresses = SPARSE_ADDRESSES._replace(topk_length=0x4000 * call.limited, **dict.fromkeys(absent, 0))
     prepared.launch(STREAM, addresses, SCRATCH)
     return prepared.scratch_bytes
 
@@ -273,14 +273,13 @@ def test_prefill_without_a_plan(
 ) -> None:
     """Tokens that select equally many: attention, and the combine if they are cut."""
     cache = mla_sparse.Cache(1, 8192, 1152, 1152, topk, topk, 0)
-    scratch = launch_prefill(prefill_call(b=s_q, h_q=128, cache=cache, limited=False), limited=False)
+    scratch = launch_prefill(prefill_call(b=s_q, h_q=128, cache=cache, limited=False))
     split = s_q in (1, 4096)
     assert names(launches) == ["mla_sparse_bf16", "mla_combine"][: 1 + split]
     assert all(launch.params["uniform"] == uniform for launch in launches)
     assert launches[0].params["max_splits"] == (132 if split else 0)
     assert scratch == (132 * 128 * (1024 + 16) if split else 0)
-    if split:
-        assert launches[1].params["by_request"] == (s_q == 1)
+    assert all(merge.params["by_request"] == (s_q == 1) for merge in launches[1:])
 
 
 @pytest.mark.parametrize("limited", (False, True))
@@ -288,7 +287,7 @@ def test_batch_invariant_prefill(launches: list[Launch], limited: bool) -> None:
     """Nothing but attention on whole tokens. It reads topk_length before it waits for the kernel ahead, so it
     may not start before that is complete.
     """
-    assert launch_prefill(prefill_call(batch_invariant=True, limited=limited), limited) == 0
+    assert launch_prefill(prefill_call(batch_invariant=True, limited=limited)) == 0
     (attention,) = launches
     assert attention.spec.name == "mla_sparse_bf16" and attention.pdl is not limited
     assert attention.params["uniform"] == (2, 2, 32)  # 1,031 tokens of 2 blocks in 66 parts
