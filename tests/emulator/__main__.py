@@ -12,6 +12,7 @@ import argparse
 import ast
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ def main() -> int:
     parser.add_argument("--sms", type=int, default=4, help="multiprocessors: CTAs that run together")
     parser.add_argument("--folder", type=Path, default=Path("build/emulator"), help="of compiled kernels")
     given = parser.parse_intermixed_args()
-    case = FAMILIES[given.family][0](**dict(map(_field, given.field)))
+    case = case_of(given.family, given.field)
     emulator = Emulator(given.folder, sm_count=given.sms)
     with emulator.installed():
         for emulator.seed in range(given.seed, given.seed + given.seeds):
@@ -52,6 +53,13 @@ def main() -> int:
                 flush=True,
             )
     return 0
+
+
+def case_of(family: str, fields: Iterable[str]) -> Any:
+    """The case of a family with these fields, each "NAME=VALUE"."""
+    from .cases import FAMILIES
+
+    return FAMILIES[family][0](**dict(_field(word) for word in fields))
 
 
 def _field(word: str) -> tuple[str, Any]:
