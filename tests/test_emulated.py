@@ -7,10 +7,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import pytest
+from emulator import Emulator
 
 torch = pytest.importorskip("torch")
 
@@ -32,9 +33,6 @@ from operations.memory import all_canaries, between_canaries, fill_with_canaries
 from operations.mla_prefill import BF16, make_prefill_call  # noqa: E402
 from operations.mla_sparse import make_sparse_call  # noqa: E402
 from operations.prefix import FEW, FP8_KIND, WITHOUT_OWN, make_prefix_call  # noqa: E402
-
-if TYPE_CHECKING:
-    from emulator import Emulator
 
 
 def labels_alone(emulator: Emulator) -> Any:

@@ -4,17 +4,15 @@ have the bits of a call for all of them, but for dq, whose sums have any order.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
+from emulator import Emulator
 from full_cases import full_unless
 
 from kit.mha import MhaCase
 from rawmla.flex import backward as flex_backward
 from rawmla.kernels.mha_backward_variants import ALL, Needs, specs
-
-if TYPE_CHECKING:
-    from emulator import Emulator
 
 torch = pytest.importorskip("torch")
 
