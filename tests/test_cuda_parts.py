@@ -72,22 +72,20 @@ def test_headers_leave_no_macros() -> None:
 
 # wgmma
 
-MAJORS = {0: "Major::kK", 1: "Major::kMn"}
-
-
-def product(name: str, n: int, call: str) -> str:
-    """A kernel that stores what a wgmma of n columns leaves in its accumulators."""
-    return kernel(
-        ("ptx/wgmma.cuh",),
-        "float* out, unsigned long long desc_a, unsigned long long desc_b",
-        f"float d[{n // 2}]; u32 a[4] = {{u32(x), u32(y), u32(z), 7}};\n"
-        f"    for (int i = 0; i < {n // 2}; ++i) d[i] = out[i];\n"
-        "    wgmma_pin(d); wgmma_fence();\n"
-        f"    {call}\n"
-        "    wgmma_commit_group(); wgmma_wait_group<0>(); wgmma_pin(d);\n"
-        f"    for (int i = 0; i < {n // 2}; ++i) out[i * 128 + threadIdx.x] = d[i] + a[i % 4];",
-        name,
-    )
+MAJORS = {"0": "Major::kK", "1": "Major::kMn"}
+DTYPES = {"bf16": "Dtype::kBf16", "f16": "Dtype::kF16"}
+PRODUCT = """
+    float d[{count}];
+    u32 a[4] = {{u32(x), u32(y), u32(z), 7}};
+    for (int i = 0; i < {count}; ++i) d[i] = out[i];
+    wgmma_pin(d);
+    wgmma_fence();
+    wgmma_{kind}<{given}>(d, {a}, desc_b, x > 0);
+    wgmma_commit_group();
+    wgmma_wait_group<0>();
+    wgmma_pin(d);
+    for (int i = 0; i < {count}; ++i) out[i * 128 + threadIdx.x] = d[i] + a[i % 4];
+"""
 
 
 @pytest.mark.parametrize(
@@ -105,10 +103,10 @@ def test_wgmma_of_every_width(widths: range) -> None:
     }
     kernels = []
     for n, (kind, (dtype, a, *majors)) in itertools.product(widths, kinds.items()):
-        given = [{"bf16": "Dtype::kBf16", "f16": "Dtype::kF16"}[dtype], *[MAJORS[int(one)] for one in majors]]
-        kernels.append(
-            product(kind.format(n), n, f"wgmma_{kind[:2]}<{', '.join(given)}>(d, {a}, desc_b, x > 0);")
-        )
+        given = ", ".join([DTYPES[dtype], *[MAJORS[one] for one in majors]])
+        body = PRODUCT.format(count=n // 2, kind=kind[:2], given=given, a=a)
+        parameters = "float* out, unsigned long long desc_a, unsigned long long desc_b"
+        kernels.append(kernel(("ptx/wgmma.cuh",), parameters, body, kind.format(n)))
     ptx = dict(re.findall(r"\.visible \.entry (\w+)\((.*?)\n}", assemble("".join(kernels)), re.DOTALL))
     assert len(ptx) == len(kernels) == 4 * len(widths)
     for n, (kind, (dtype, a, *majors)) in itertools.product(widths, kinds.items()):

@@ -7,15 +7,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 import pytest
+from emulator import Emulator
 
 torch = pytest.importorskip("torch")
 
 from full_cases import full_unless  # noqa: E402
-from gpu_support import forced_clusters, united_selections  # noqa: E402
+from gpu_support import forced_clusters, small_plans, united_selections  # noqa: E402
 
 import rawmla  # noqa: E402
 from kit import SparseCase  # noqa: E402
@@ -32,9 +33,6 @@ from operations.memory import all_canaries, between_canaries, fill_with_canaries
 from operations.mla_prefill import BF16, make_prefill_call  # noqa: E402
 from operations.mla_sparse import make_sparse_call  # noqa: E402
 from operations.prefix import FEW, FP8_KIND, WITHOUT_OWN, make_prefix_call  # noqa: E402
-
-if TYPE_CHECKING:
-    from emulator import Emulator
 
 
 def labels_alone(emulator: Emulator) -> Any:
@@ -195,12 +193,23 @@ def test_references_rise(emulator: Emulator, more: dict[str, Any]) -> None:
     checked(emulator, dense_call(inputs))
 
 
+@pytest.mark.parametrize("topk", (64, 140))
+def test_prefill_in_chunks(emulator: Emulator, topk: int) -> None:
+    """A chunk has a plan, attention, and the combine where a token has more than one block."""
+    case = SparseCase(b=10, h_q=66, s_k=90, topk=topk, lengths="random", **BF16)
+    with small_plans(max_batch=4):
+        checked(emulator, make_prefill_call(case, "cpu"))
+    assert names(emulator) == ["mla_metadata", "mla_sparse_bf16", "mla_combine"][: 2 + (topk > 64)] * 3
+
+
 def test_united_selections(emulator: Emulator) -> None:
+    """Chunk after chunk of groups of four tokens, then the token that is left."""
     emulator.sm_count = 8
     case = SparseCase(b=13, h_q=16, s_k=41, topk=70, duplicates=0.3, lengths="random", sink=True, **BF16)
-    with united_selections(scratch_bytes=1 << 15, tokens=1):
+    with united_selections(scratch_bytes=1 << 12, tokens=1):
         checked(emulator, make_prefill_call(case, "cpu"))
-    assert {"mla_unite_selections", "mla_find_not_finite"} <= set(names(emulator))
+    group = ["mla_unite_selections", "mla_metadata", "mla_sparse_bf16", "mla_combine"]
+    assert names(emulator) == ["mla_find_not_finite", *group, *group, *group[1:]]
 
 
 # ---- lists of blocks that a user wrote

@@ -5,21 +5,18 @@ written, and all calls end. The arrays of a call lie beside pages without access
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import pytest
-from test_lengths_sanitizer import OPERATIONS, Calls, Place, split_calls
-
-if TYPE_CHECKING:
-    from emulator import Emulator
 
 pytest.importorskip("torch")
+
+from emulator import Emulator  # noqa: E402
+from emulator.guards import Guards, failure_in_child  # noqa: E402
+from test_lengths_sanitizer import OPERATIONS, Calls, Place, split_calls  # noqa: E402
 
 
 @pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
 def test_nothing_outside_is_touched(emulator: Emulator, operation: Callable[[Place], Calls]) -> None:
-    from emulator.guards import Guards, failure_in_child
-
     if operation is split_calls:
         emulator.sm_count = 16  # enough multiprocessors that keys are split
     guards = Guards()

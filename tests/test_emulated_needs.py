@@ -4,17 +4,15 @@ have the bits of a call for all of them, but for dq, whose sums have any order.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
+from emulator import Emulator
 from full_cases import full_unless
 
 from kit.mha import MhaCase
 from rawmla.flex import backward as flex_backward
 from rawmla.kernels.mha_backward_variants import ALL, Needs, specs
-
-if TYPE_CHECKING:
-    from emulator import Emulator
 
 torch = pytest.importorskip("torch")
 
@@ -57,10 +55,6 @@ DENSE = [BackwardCase(case, of, number % 2 == 1) for number, (case, of) in enume
 FLEX = [SMALL_CASES[i] for i in (0, 1, 2, 3, 7)]
 
 
-def name_of(needs: Needs) -> str:
-    return "+".join(name for name, needed in needs._asdict().items() if needed)
-
-
 def chosen(number: int, part: str, has_others: bool) -> tuple[Needs, ...]:
     """One of the sets for the case of a number, another for its neighbour, or those that are left. The last
     set has nothing where there is no further gradient.
@@ -73,17 +67,13 @@ def chosen(number: int, part: str, has_others: bool) -> tuple[Needs, ...]:
 parts = pytest.mark.parametrize("part", full_unless(lambda part: part == "one", ("one", "others")))
 
 
-def assert_near(one: Any, wanted: Any) -> None:
-    step = 2.0**-7 if wanted.dtype == torch.bfloat16 else 2.0**-10
-    torch.testing.assert_close(one.double(), wanted.double(), rtol=step, atol=1e-4, equal_nan=True)
-
-
 def assert_alike(name: str, one: Any, wanted: Any, *, ordered: bool) -> None:
     """The same bits, or sums in another order."""
     if ordered:
         assert torch.equal(one.nan_to_num(), wanted.nan_to_num()), name
     else:
-        assert_near(one, wanted)
+        step = 2.0**-7 if wanted.dtype == torch.bfloat16 else 2.0**-10
+        torch.testing.assert_close(one.double(), wanted.double(), rtol=step, atol=1e-4, equal_nan=True)
 
 
 @parts
@@ -110,7 +100,7 @@ def test_dense_attention(emulator: Emulator, number: int, part: str) -> None:
         for i, (one, other) in enumerate(zip(got, everything, strict=True)):
             if one is not None:
                 ordered = i > 0 or DENSE[number].deterministic
-                assert_alike(f"{name_of(needs)}, {i}", one, other, ordered=ordered)
+                assert_alike(f"{needs}, {i}", one, other, ordered=ordered)
 
 
 @parts
@@ -142,9 +132,9 @@ def test_flex_attention(emulator: Emulator, number: int, part: str) -> None:
         assert needs.dq or "block_mask_ranks" not in names
         for i, (one, other) in enumerate(zip(got, everything, strict=True)):
             if one is not None:
-                assert_alike(f"{name_of(needs)}, {i}", one, other, ordered=i > 0 or ordered)
+                assert_alike(f"{needs}, {i}", one, other, ordered=i > 0 or ordered)
         assert set(by_name) == set(captured)
         for name, one in by_name.items():
             assert (one is not None) == needs.others
             if one is not None:
-                assert_alike(f"{name_of(needs)}, {name}", one, captured[name], ordered=ordered)
+                assert_alike(f"{needs}, {name}", one, captured[name], ordered=ordered)

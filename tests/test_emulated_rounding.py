@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
+from emulator import Emulator
 from full_cases import full_unless
 from rounding import CASES, Case, assert_as_exact
-
-if TYPE_CHECKING:
-    from emulator import Emulator
 
 QUICK = (
     *(((128, 128), "bfloat16", "dense"), ((192, 128), "bfloat16", "dense")),

@@ -1,4 +1,4 @@
-"""What the backward of dense attention launches: kernels, grids, scratch, and factors of scores."""
+"""What the backward of dense attention launches: grids and scratch; tests/test_emulated.py runs it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kernel_params import read_params
 from rawmla import jit
 from rawmla.jit import KernelSpec
 from rawmla.kernels.mha_backward import BackwardAddresses, BackwardCall, PreparedMhaBackward, section_of
-from rawmla.kernels.mha_backward_variants import ALL, Needs
+from rawmla.kernels.mha_backward_variants import Needs
 
 SCRATCH = 0x100000
 PREPARE, MAIN, FINISH, CLEAR = (f"mha_backward{part}" for part in ("_prepare", "", "_finish", "_clear"))
@@ -59,20 +59,6 @@ def launch(**changes: Any) -> int:
     return prepared.scratch_bytes
 
 
-@pytest.mark.parametrize("varlen", (False, True))
-def test_order_and_grids(launches: Launches, varlen: bool) -> None:
-    """Three launches, and a fourth for tokens of no request, whose grids cover what there is."""
-    launch(varlen=varlen)
-    assert [name for name, _ in launches.enqueued] == [PREPARE, MAIN, FINISH, *[CLEAR] * varlen]
-    assert {given[0] for _, given in launches.enqueued} == {0x51}
-    # 3 requests of up to 20 queries and 30 keys: a block and a tile each. As segments their 40 and 56 tokens
-    # may lie in 3 at most.
-    grids = {MAIN: (2 * 3, 1, 1), PREPARE: (8 * 3, 1, 1), FINISH: (8 * 3, 2, 1)}
-    assert launches.grids == grids | ({CLEAR: (3, 1, 1)} if varlen else {})
-    if varlen:
-        assert launches.params[CLEAR]["first_ctas"] == (0, 1, 2)
-
-
 def test_grids_of_long_segments(launches: Launches) -> None:
     """Blocks of 64 rows and tiles of 128 keys of segments that begin anywhere: one more for each request."""
     launch(total_q=6400, total_k=12800, max_seqlen_q=6400, max_seqlen_k=12800)
@@ -81,36 +67,19 @@ def test_grids_of_long_segments(launches: Launches) -> None:
     assert launches.grids[CLEAR] == (100 + 200 + 200, 1, 1)
 
 
-@pytest.mark.parametrize("needs", [*itertools.product((False, True), repeat=4)], ids=str)
-@pytest.mark.parametrize("sink_dtype", (None, "bfloat16"))
-def test_some_gradients(launches: Launches, needs: Any, sink_dtype: str | None) -> None:
-    """What computes no gradient that is needed is not launched; dq alone has sums and turns."""
-    dq, dk, dv, dsink = needs
-    given: dict[str, Any] = {"sink_dtype": sink_dtype, "deterministic": True}
-    everything = launch(**given, needs=ALL)
-    launches.enqueued.clear()
-    scratch = launch(**given, needs=Needs(*needs))
-    enqueued = dict(launches.enqueued)
-    finishes = dq or (sink_dtype is not None and dsink)
-    main = dq or dk or dv
-    assert list(enqueued) == [PREPARE, *[MAIN] * main, *[FINISH] * finishes, *[CLEAR] * main]
-    accum, turns = enqueued[PREPARE][7], enqueued[PREPARE][11]
-    assert (accum != 0) == (turns != 0) == dq
-    sums, turns_bytes = 4 * 8 * 3 * 64 * 128, 128  # 4 * 8 * 3, rounded up
-    assert everything - scratch == (0 if dq else sums + turns_bytes)
-    if main:
-        assert enqueued[MAIN][8:10] == (accum, turns)
-        assert launches.grids[CLEAR] == (dq + dk + dv, 1, 1)  # a CTA for the tokens of each array
-    if finishes:
-        assert launches.grids[FINISH][1] == (2 if dq else 1)
+def test_the_gradient_of_sinks_alone(launches: Launches) -> None:
+    launch(sink_dtype="bfloat16", needs=Needs(False, False, False, True))
+    assert [name for name, _ in launches.enqueued] == [PREPARE, FINISH]
 
 
 @pytest.mark.parametrize(("d_qk", "d_v", "columns"), ((100, 59, 128), (70, 59, 96), (70, 130, 128)))
 @pytest.mark.parametrize("deterministic", (False, True))
 @pytest.mark.parametrize("sink_dtype", (None, "bfloat16"))
 @pytest.mark.parametrize("has_dlse", (False, True))
+@pytest.mark.parametrize("dq", (False, True))
 def test_scratch(
     launches: Launches,
+    dq: bool,
     has_dlse: bool,
     sink_dtype: str | None,
     deterministic: bool,
@@ -118,25 +87,30 @@ def test_scratch(
     d_v: int,
     columns: int,
 ) -> None:
-    """A row has float32 of d_qk, lse and delta, and with sinks and dlse a weight. A block has a number with
-    sinks, and a turn in a fixed order.
+    """A row has lse and delta, float32 of d_qk for dq, and with sinks and dlse a weight. A block has a number
+    with sinks, and a turn in a fixed order of dq.
     """
     changes: dict[str, Any] = dict(d_qk=d_qk, d_v=d_v, has_dlse=has_dlse, sink_dtype=sink_dtype)
-    scratch = launch(**changes, deterministic=deterministic)
+    scratch = launch(**changes, deterministic=deterministic, needs=Needs(dq, True, True, True))
     (_, given), (_, of_main), *_ = launches.enqueued
-    lse, delta, accum, *_ = given[5:8]
-    weights, turns = given[10:12]
-    rows, blocks = 8 * 3 * 64, 8 * 3
-    weighs = has_dlse and sink_dtype is not None
-    sizes = [4 * rows, 4 * rows, 4 * rows * weighs, 4 * columns * rows, 4 * blocks * (sink_dtype is not None)]
-    sizes.append(4 * blocks * deterministic)
-    ends = [SCRATCH + end for end in itertools.accumulate(-(-size // 128) * 128 for size in sizes)]
+    rows, blocks, has_sinks = 8 * 3 * 64, 8 * 3, sink_dtype is not None
+    sizes = {
+        "lse": 4 * rows,
+        "delta": 4 * rows,
+        "weights": 4 * rows * (has_dlse and has_sinks),
+        "accum": 4 * columns * rows * dq,
+        "sums": 4 * blocks * has_sinks,
+        "turns": 4 * blocks * (deterministic and dq),
+    }
+    ends = [*itertools.accumulate((-(-size // 128) * 128 for size in sizes.values()), initial=SCRATCH)]
     assert scratch == ends[-1] - SCRATCH
-    assert (lse, delta, accum) == (SCRATCH, ends[0], ends[2])
-    assert weights == (ends[1] if weighs else 0) and turns == (ends[4] if deterministic else 0)
-    assert of_main[2][0] == ADDRESSES.dout and of_main[5:10] == (lse, delta, weights, accum, turns)
-    around = [launches.params[name]["accum_columns"] for name in (PREPARE, FINISH)]
-    assert around == [columns] * 2 and launches.grids[FINISH] == (blocks, -(-columns // 64), 1)
+    at = {name: begin * (size > 0) for (name, size), begin in zip(sizes.items(), ends, strict=False)}
+    assert given[5:8] == (at["lse"], at["delta"], at["accum"])
+    assert given[9:12] == (at["sums"], at["weights"], at["turns"])
+    assert of_main[5:10] == tuple(at[name] for name in ("lse", "delta", "weights", "accum", "turns"))
+    chunks = -(-columns // 64) if dq else 1
+    assert launches.grids.get(FINISH) == ((blocks, chunks, 1) if dq or has_sinks else None)
+    assert launches.grids[CLEAR] == (2 + dq, 1, 1)  # a CTA for the tokens of each array
 
 
 @pytest.mark.parametrize(
@@ -169,16 +143,3 @@ def test_sections_of_heads(launches: Launches) -> None:
     for h_kv, section in ((1, 1), (2, 2), (6, 6), (7, 7), (12, 6)):
         launch(h_q=h_kv, h_kv=h_kv)
         assert launches.params[MAIN]["section"] == section
-
-
-@pytest.mark.parametrize("alibi", (False, True))
-@pytest.mark.parametrize("softcap", (0.0, 15.0))
-def test_factors_of_scores(launches: Launches, softcap: float, alibi: bool) -> None:
-    """What the score step and the exponent multiply by gives scores in base 2."""
-    launch(softmax_scale=0.25, softcap=softcap, has_alibi=alibi)
-    params = launches.params[MAIN]
-    factor = (softcap or 0.25) * 1.4426950408889634
-    assert params["softmax_scale_log2"] == pytest.approx(1.0 if alibi else factor)
-    assert params["score_factor"] == pytest.approx(factor)
-    assert params["score_scale"] == pytest.approx(0.25 / 15 if softcap else 1.0)
-    assert params["scale"] == launches.params[FINISH]["scale"] == 0.25

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
-from kernel_params import SPARSE_DECODE, read_params
+from kernel_params import read_params
 
 from rawmla import jit
 from rawmla.jit import KernelSpec
@@ -21,7 +21,6 @@ from rawmla.kernels import (
     mla_cache_rows,
     mla_combine,
     mla_dense_decode,
-    mla_metadata,
     mla_sparse,
     mla_sparse_prefill,
 )
@@ -45,43 +44,25 @@ class Launch(NamedTuple):
         return dict(self.spec.defines)
 
 
-class Recorder:
-    """In place of a kernel: notes its launches."""
-
-    def __init__(self, spec: KernelSpec, made: list[Launch]) -> None:
-        assert spec in SPECS
-        self.spec = spec
-        self.made = made
-
-    def launch(
-        self,
-        grid: tuple[int, int, int],
-        params: bytes,
-        stream: int,
-        *,
-        cluster: tuple[int, int, int] | None = None,
-        pdl: bool = False,
-    ) -> None:
-        assert stream == STREAM
-        self.made.append(Launch(self.spec, grid, read_params(self.spec, params), cluster, pdl))
-
-    def prepare(
-        self, grid: tuple[int, int, int], params: bytes, changing: struct.Struct, **options: Any
-    ) -> SimpleNamespace:
-        def launch(stream: int, *members: int | bytes, context_is_current: bool = False) -> bool:
-            self.launch(grid, changing.pack(*members) + params[changing.size :], stream, **options)
-            return context_is_current
-
-        return SimpleNamespace(launch=launch)
-
-
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
+    """In place of kernels: notes their launches."""
     made: list[Launch] = []
 
-    def get_kernel(spec: KernelSpec, device: int, *, capturing: Any) -> Recorder:
-        assert device == 0 and capturing is not_capturing
-        return Recorder(spec, made)
+    def get_kernel(spec: KernelSpec, device: int, *, capturing: Any) -> SimpleNamespace:
+        assert spec in SPECS and device == 0 and capturing is not_capturing
+
+        def launch(grid: Any, params: bytes, stream: int, *, cluster: Any = None, pdl: bool = False) -> None:
+            assert stream == STREAM
+            made.append(Launch(spec, grid, read_params(spec, params), cluster, pdl))
+
+        def prepare(grid: Any, params: bytes, changing: struct.Struct, **options: Any) -> SimpleNamespace:
+            def launch_prepared(stream: int, *members: int | bytes, context_is_current: bool = False) -> None:
+                launch(grid, changing.pack(*members) + params[changing.size :], stream, **options)
+
+            return SimpleNamespace(launch=launch_prepared)
+
+        return SimpleNamespace(launch=launch, prepare=prepare)
 
     monkeypatch.setattr(jit, "get_kernel", get_kernel)
     monkeypatch.setattr(jit, "device_info", lambda device: SimpleNamespace(sm_count=10))
@@ -269,46 +250,13 @@ def prefill_call(**changes: Any) -> mla_sparse.SparseCall:
     return sparse_call(**{**values, **changes})
 
 
-def launch_prefill(call: mla_sparse.SparseCall, limited: bool = True) -> int:
+def launch_prefill(call: mla_sparse.SparseCall) -> int:
     """Launch it once; returns the scratch bytes it asked for."""
     prepared = mla_sparse_prefill.prepare(call, not_capturing)
     absent = ("extra_k_cache", "extra_indices", "extra_topk_length", "sched_meta", "num_splits")
-    addresses = SPARSE_ADDRESSES._replace(topk_length=0x4000 * limited, **dict.fromkeys(absent, 0))
+    addresses = SPARSE_ADDRESSES._replace(topk_length=0x4000 * call.limited, **dict.fromkeys(absent, 0))
     prepared.launch(STREAM, addresses, SCRATCH)
     return prepared.scratch_bytes
-
-
-@pytest.mark.parametrize("topk", (64, 200))
-def test_prefill_in_chunks(launches: list[Launch], monkeypatch: pytest.MonkeyPatch, topk: int) -> None:
-    """A chunk has a plan, attention, and the combine where a token has more than one block."""
-    monkeypatch.setattr(mla_metadata, "MAX_BATCH", 40)
-    cache = mla_sparse.Cache(1, 1000, 1280, 1152, topk, 300, 0)
-    scratch = launch_prefill(prefill_call(b=100, h_q=70, cache=cache, out_strides=(40_000, 0, 528)))
-    kernels = ["mla_metadata", "mla_sparse_bf16", "mla_combine"][: 2 + (topk > 64)]
-    assert names(launches) == kernels * 3 and all(launch.pdl for launch in launches)
-    splits = SCRATCH + 66 * 32
-    accum = splits + 144  # 34 + 1 sums, in whole units of 16 bytes
-    split_rows = 2 * 66 * 70 if topk > 64 else 0
-    assert scratch == accum + split_rows * (1024 + 16) - SCRATCH
-    for number, launch in enumerate(launches):
-        first = number // len(kernels) * 34
-        expected = {
-            "b": min(34, 100 - first),
-            "sched_meta": SCRATCH,
-            "num_splits": splits,
-            "tokens": (0x4000 + 4 * first, 0, topk, 0),
-            "lengths": (0x4000 + 4 * first, 0),
-            "q": 0x1000 + 2 * 45_000 * first,
-            "q_rope": 0x1800 + 2 * 22_000 * first,
-            "indices": (0x3000 + 4 * 300 * first, 0),
-            "out": 0x7000 + 2 * 40_000 * first,
-            "max_logits": 0x8F00 + 4 * 70 * first,
-            "lse": 0x8000 + 4 * 70 * first,
-            "o_accum": accum,
-        }
-        for name in expected.keys() & launch.params.keys():
-            assert launch.params[name] == expected[name], f"{launch.spec.label}: {name}"
-    assert launches[1].grid == (2, 1, 66) and launches[1].values["MAX_LOGITS"] == 1
 
 
 @pytest.mark.parametrize(
@@ -325,14 +273,13 @@ def test_prefill_without_a_plan(
 ) -> None:
     """Tokens that select equally many: attention, and the combine if they are cut."""
     cache = mla_sparse.Cache(1, 8192, 1152, 1152, topk, topk, 0)
-    scratch = launch_prefill(prefill_call(b=s_q, h_q=128, cache=cache, limited=False), limited=False)
+    scratch = launch_prefill(prefill_call(b=s_q, h_q=128, cache=cache, limited=False))
     split = s_q in (1, 4096)
     assert names(launches) == ["mla_sparse_bf16", "mla_combine"][: 1 + split]
     assert all(launch.params["uniform"] == uniform for launch in launches)
     assert launches[0].params["max_splits"] == (132 if split else 0)
     assert scratch == (132 * 128 * (1024 + 16) if split else 0)
-    if split:
-        assert launches[1].params["by_request"] == (s_q == 1)
+    assert all(merge.params["by_request"] == (s_q == 1) for merge in launches[1:])
 
 
 @pytest.mark.parametrize("limited", (False, True))
@@ -340,7 +287,7 @@ def test_batch_invariant_prefill(launches: list[Launch], limited: bool) -> None:
     """Nothing but attention on whole tokens. It reads topk_length before it waits for the kernel ahead, so it
     may not start before that is complete.
     """
-    assert launch_prefill(prefill_call(batch_invariant=True, limited=limited), limited) == 0
+    assert launch_prefill(prefill_call(batch_invariant=True, limited=limited)) == 0
     (attention,) = launches
     assert attention.spec.name == "mla_sparse_bf16" and attention.pdl is not limited
     assert attention.params["uniform"] == (2, 2, 32)  # 1,031 tokens of 2 blocks in 66 parts
@@ -350,6 +297,7 @@ def test_batch_invariant_prefill(launches: list[Launch], limited: bool) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
+        {},
         {"h_q": 64},
         {"h_q": 24, "out_strides": (24 * 528, 0, 528)},
         {"b": 511},
@@ -358,32 +306,25 @@ def test_batch_invariant_prefill(launches: list[Launch], limited: bool) -> None:
         {"cache": mla_sparse.Cache(1, 32_769, 1280, 1280, 4096, 4096, 0)},
         {"cache": mla_sparse.Cache(1, 1000, 1280, 1280, 4097, 4097, 0)},
     ],
-    ids=("a tile of heads", "no divisor", "few", "slice of heads", "seldom", "many rows", "many indices"),
+    ids=(
+        "groups",
+        "a tile of heads",
+        "no divisor",
+        "few",
+        "slice of heads",
+        "seldom",
+        "many rows",
+        "many indices",
+    ),
 )
-def test_tokens_that_are_attended_one_by_one(launches: list[Launch], changes: dict[str, Any]) -> None:
+def test_tokens_that_are_attended_in_groups(launches: list[Launch], changes: dict[str, Any]) -> None:
+    """Of four tokens, and the three that are left one by one."""
     launch_prefill(prefill_call(**changes))
-    assert [one.values["GROUP_TOKENS"] for one in launches if one.spec.name == "mla_sparse_bf16"] == [1]
-    assert "mla_unite_selections" not in names(launches)
-
-
-def test_united_prefill(launches: list[Launch], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunk after chunk of groups of four tokens, then the three tokens that are left."""
-    capacity, words = 448, 448 // 64 * 8 * 8
-    monkeypatch.setattr(mla_sparse_prefill, "_UNITED_SCRATCH", 130 * (4 * capacity + words))
-    launch_prefill(prefill_call())
-    group = ["mla_unite_selections", "mla_metadata", "mla_sparse_bf16", "mla_combine"]
-    assert names(launches) == ["mla_find_not_finite", *group, *group, *group[1:]]
+    united = not changes
+    grouped = [one.values["GROUP_TOKENS"] for one in launches if one.spec.name == "mla_sparse_bf16"]
+    assert grouped == ([4, 1] if united else [1])
+    assert ("mla_unite_selections" in names(launches)) == united
     assert all(launch.pdl for launch in launches)
-    for chunk in range(2):
-        unite, plan, attention, merge = launches[1 + 4 * chunk : 5 + 4 * chunk]
-        out, groups = 0x7000 + 2 * 16 * 528 * 516 * chunk, 129 - chunk
-        assert unite.grid == (groups, 1, 1) and attention.grid == (1, 1, 66)
-        assert attention.values["GROUP_TOKENS"] == unite.params["group_tokens"] == 4
-        assert plan.params["tokens"] == (unite.params["counts"], 0, capacity, 0)
-        assert attention.params["out"] == merge.params["out"] == out
-    rest = launches[-2].params
-    assert (rest["b"], rest["h_q"], rest["q"]) == (3, 16, 0x1000 + 2 * 45_000 * 1028)
-    assert rest["indices"] == (0x3000 + 480 * 1028, 0) and rest["lengths"] == (0x4000 + 4 * 1028, 0)
 
 
 @pytest.mark.parametrize("format", ("v32", "model1"))
@@ -403,21 +344,13 @@ def test_fp8_rows_that_are_selected_often_are_copied(
     launches: list[Launch], format: str, changes: dict[str, Any], cache: dict[str, int], copied: Any
 ) -> None:
     layout = mla_cache_rows.QUANTIZED[format]
-    slots = 53 * 10
     of_q = (64 * layout.d_qk, 0, layout.d_qk)
     call: dict[str, Any] = dict(
         format=format, d_qk=layout.d_qk, b=32, h_q=64, q_strides=of_q, q_rope_strides=of_q, num_parts=132,
         cache=mla_sparse.Cache(53, 10, 60_000, layout.row_bytes, 640, 700, 0)._replace(**cache),
         out_strides=(64 * 512, 0, 512),
     )  # fmt: skip
-    scratch = launch_prefill(prefill_call(**{**call, **changes}))
+    launch_prefill(prefill_call(**{**call, **changes}))
     assert ("mla_cache_gather" in names(launches)) == (format in copied)
-    attention = next(launch for launch in launches if launch.spec.name in SPARSE_DECODE).params
-    if format not in copied:
-        assert attention["cache"] == (0x2000, 0)
-        return
-    assert names(launches)[::2][:2] == ["mla_cache_gather", "mla_sparse_bf16"]
-    rows = launches[0].params["out"]
-    assert rows % 128 == 0 and rows + slots * 2 * layout.d_qk == SCRATCH + scratch
-    assert attention["cache"] == (rows, 0) and attention["cache_slots"][0] == slots
-    assert attention["block_stride"][0] == 2 * layout.d_qk == 2 * launches[0].params["out_stride"]
+    if format in copied:
+        assert names(launches)[::2][:2] == ["mla_cache_gather", "mla_sparse_bf16"]

@@ -219,8 +219,13 @@ def check_balance(plan: reference.Plan, lengths: Sequence[int], batch_invariant:
 
 def check_rows(plan: reference.Plan, lengths: Sequence[int], batch_invariant: bool) -> None:
     """The rows of the object are complete, and those of tensors are theirs in another order of columns."""
-    check_plan(plan.object_rows, plan.num_splits, lengths, "object", batch_invariant=batch_invariant)
-    assert np.array_equal(plan.tensor_rows[:, [0, 2, 1, 3, 4]], plan.object_rows[:, :5])
+    rows = plan.object_rows
+    check_plan(rows, plan.num_splits, lengths, "object", batch_invariant=batch_invariant)
+    mark = reference.BATCH_INVARIANT_MARK * batch_invariant
+    assert (rows[:, 7] == mark).all()
+    assert (rows[rows[:, 0] > rows[:, 1]] == [len(lengths), -1, 0, 0, 0, 0, 0, mark]).all()
+    without_flags = [1, 1, 1, 1, 1, 0, 0, 1]
+    assert np.array_equal(plan.tensor_rows, rows[:, [0, 2, 1, 3, 4, 5, 6, 7]] * without_flags)
 
 
 def check(lengths: Sequence[int], num_parts: int, batch_invariant: bool) -> reference.Plan:
@@ -235,31 +240,38 @@ def check(lengths: Sequence[int], num_parts: int, batch_invariant: bool) -> refe
     return plan
 
 
-def test_plan_worked_out_by_hand() -> None:
-    """Blocks 3, 1 (for none), 5 and 1 over four partitions of 3 blocks: cuts at 3, 6 and 9; no fixed cost."""
-    plan = reference.plan([130, 0, 320, 64], 4)
-    assert plan.object_rows.tolist() == [
-        [0, 0, 0, 3, 0, 0, 0, 0],
-        [1, 2, 0, 2, 0, 0, 1, 0],
-        [2, 2, 2, 5, 1, 1, 1, 0],
-        [3, 3, 0, 1, 0, 0, 0, 0],
-    ]
-    assert plan.tensor_rows.tolist() == [
-        [0, 0, 0, 3, 0, 0, 0, 0],
-        [1, 0, 2, 2, 0, 0, 0, 0],
-        [2, 2, 2, 5, 1, 0, 0, 0],
-        [3, 0, 3, 1, 0, 0, 0, 0],
-    ]
-    assert plan.num_splits.tolist() == [0, 1, 2, 4, 5]
+MARK = reference.BATCH_INVARIANT_MARK
+WORKED_OUT: dict[str, tuple[list[int], int, bool, list[list[int]], list[int]]] = {
+    "blocks 3, 1 (for none), 5 and 1: parts of 3 blocks, without a fixed cost": (
+        [130, 0, 320, 64], 4, False,
+        [
+            [0, 0, 0, 3, 0, 0, 0, 0], [1, 2, 0, 2, 0, 0, 1, 0],
+            [2, 2, 2, 5, 1, 1, 1, 0], [3, 3, 0, 1, 0, 0, 0, 0],
+        ],
+        [0, 1, 2, 4, 5],
+    ),
+    "40 and 24 blocks: parts of (64 + 3) / 2 = 34 with a fixed cost of 3": (
+        [40 * 64, 24 * 64], 2, False,
+        [[0, 0, 0, 34, 0, 1, 1, 0], [0, 1, 34, 24, 1, 1, 0, 0]],
+        [0, 2, 3],
+    ),
+    "320 blocks are 32 splits of 10, 20 blocks 3 splits of 8, 8 and 4: parts of 18 splits": (
+        [320 * 64, 20 * 64], 2, True,
+        [[0, 0, 0, 180, 0, 1, 1, MARK], [0, 1, 180, 20, 18, 1, 1, MARK]],
+        [0, 32, 35],
+    ),
+}  # fmt: skip
+"""Lengths, parts, whether the plan is batch-invariant; its rows and numbers of splits."""
 
 
-def test_fixed_cost_worked_out_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    """40 and 24 blocks over two partitions: 64 / 2 / 8 = 4 blocks, so 2; partitions of (64 + 2) / 2 = 33."""
-    monkeypatch.setattr(_plan, "MAX_FIXED_COST", 2)
-    monkeypatch.setattr(_plan, "FIXED_COST_DIVISOR", 8)
-    plan = reference.plan([40 * 64, 24 * 64], 2)
-    assert plan.object_rows.tolist() == [[0, 0, 0, 33, 0, 1, 1, 0], [0, 1, 33, 24, 1, 1, 0, 0]]
-    assert plan.num_splits.tolist() == [0, 2, 3]
+@pytest.mark.parametrize(
+    ("lengths", "parts", "batch_invariant", "rows", "num_splits"), WORKED_OUT.values(), ids=WORKED_OUT
+)
+def test_plans_worked_out_by_hand(
+    lengths: list[int], parts: int, batch_invariant: bool, rows: list[list[int]], num_splits: list[int]
+) -> None:
+    plan = check(lengths, parts, batch_invariant)
+    assert plan.object_rows.tolist() == rows and plan.num_splits.tolist() == num_splits
 
 
 def test_equal_requests_worked_out_by_hand() -> None:
@@ -275,14 +287,6 @@ def test_equal_requests_worked_out_by_hand() -> None:
     assert pairs.num_splits.tolist() == list(range(65))
     # 74 of them: three in a partition would be 102 where cuts anywhere make it 79
     assert check([2048] * 74, 33, False).num_splits[-1] > 74
-
-
-def test_batch_invariant_plan_worked_out_by_hand() -> None:
-    """320 blocks are 32 splits of 10, 20 blocks 3 splits of 8, 8 and 4: partitions of 18 splits."""
-    plan = reference.plan([320 * 64, 20 * 64], 2, batch_invariant=True)
-    mark = reference.BATCH_INVARIANT_MARK
-    assert plan.object_rows.tolist() == [[0, 0, 0, 180, 0, 1, 1, mark], [0, 1, 180, 20, 18, 1, 1, mark]]
-    assert plan.num_splits.tolist() == [0, 32, 35]
 
 
 NUMBERS = ((1, 2, 3, 7, 31, 32, 33, 128, 131, 132, 133, 1025), (4096,), (MAX_BATCH,))
@@ -307,29 +311,11 @@ def test_random_batches(seed: int, batch_invariant: bool) -> None:
         check(lengths, draw.choice((draw.randint(1, 8), draw.randint(1, 132), 500)), batch_invariant)
 
 
-@pytest.mark.parametrize("batch_invariant", (False, True))
-def test_all_small_batches(batch_invariant: bool) -> None:
-    """Every combination of a few lengths over few partitions: cuts fall everywhere, also into fixed costs."""
-    choices = [64 * blocks for blocks in (0, 1, 2, 9, 17, 40)]
-    for b in (1, 2, 3):
-        for lengths in itertools.product(choices, repeat=b):
-            for num_parts in (1, 2, 3, 4, 7):
-                check(lengths, num_parts, batch_invariant)
-
-
 def test_part_length_of_small_batches() -> None:
     """10,240 tokens are 160 blocks: sqrt(160 / 32) is 2.2, so partitions of 3, and 54 of them."""
     rows = check([10240], 132, False).object_rows
     busy = rows[rows[:, 0] <= rows[:, 1]]
     assert (busy[:, 3] - busy[:, 2]).tolist() == [3] * 53 + [1]
-
-
-def test_parts_without_work_are_idle() -> None:
-    for batch_invariant in (False, True):
-        plan = reference.plan([64] * 3, 8, batch_invariant)
-        mark = reference.BATCH_INVARIANT_MARK * batch_invariant
-        assert plan.object_rows[3:].tolist() == [[3, -1, 0, 0, 0, 0, 0, mark]] * 5
-        assert plan.tensor_rows[3:].tolist() == [[3, 0, -1, 0, 0, 0, 0, mark]] * 5
 
 
 def test_few_idle_rows_lie_between_the_others() -> None:
@@ -347,14 +333,6 @@ def test_few_idle_rows_lie_between_the_others() -> None:
 def test_lengths_below_zero_count_as_zero() -> None:
     got, want = reference.plan([-1, 100, -1000], 3), reference.plan([0, 100, 0], 3)
     assert all(np.array_equal(a, b) for a, b in zip(got, want, strict=True))
-
-
-@pytest.mark.parametrize("batch_invariant", (False, True))
-def test_scratch_is_enough_for_the_worst_batch(batch_invariant: bool) -> None:
-    """Lengths that need the most places: as many cuts as partitions, and last splits of a single block."""
-    for b, blocks in itertools.product((1, 2, 5, 131, 133), (1, 8, 9, 255, 256, 257, 289, 513)):
-        for num_parts in (1, 2, 132) if b < 10 else (132,):
-            check([64 * blocks] * b, num_parts, batch_invariant)
 
 
 # ---- sparse plans: their splits depend on what a call has room for
@@ -396,55 +374,6 @@ def test_sparse_plans(case: tuple[int, bool]) -> None:
         batches.append([draw.choice((0, 1, room)) for _ in range(b)])
         for blocks, num_parts in itertools.product(batches, (1, 2, 33, 132)):
             check_sparse(blocks, num_parts, room, batch_invariant)
-
-
-@pytest.mark.parametrize("batch_invariant", (False, True))
-def test_all_small_sparse_batches(batch_invariant: bool) -> None:
-    """Every combination of a few numbers of blocks, in a call with room for 40 and in one for 300."""
-    for room, choices in ((40, (0, 1, 8, 9, 31, 40)), (300, (0, 1, 9, 10, 11, 300))):
-        for blocks in itertools.product(choices, repeat=3):
-            for num_parts in (1, 2, 3, 5, 7):
-                check_sparse(blocks, num_parts, room, batch_invariant)
-
-
-def test_sparse_batch_invariant_plan_worked_out_by_hand() -> None:
-    """Room for 320 blocks: splits of 10. 25 blocks are 3 splits, none is 1; partitions of 2 splits."""
-    plan, full = check_sparse([25, 0], 2, 320, True)
-    mark = reference.BATCH_INVARIANT_MARK
-    assert plan.object_rows.tolist() == [[0, 0, 0, 20, 0, 1, 1, mark], [0, 1, 20, 1, 2, 1, 0, mark]]
-    assert plan.num_splits.tolist() == [0, 3, 4]
-    assert full.object_rows.tolist() == [[0, 0, 0, 320, 0, 1, 1, mark], [1, 1, 0, 320, 0, 1, 1, mark]]
-    found = list(work_tiles(full.object_rows, full.num_splits, [25, 0], 64, 320))
-    work = [(tile.req, tile.first_block, tile.num_blocks) for tile in found if tile.num_blocks]
-    assert work == [(0, 0, 10), (0, 10, 10), (0, 20, 5)]
-    assert [tile.split_idx for tile in found] == list(range(64))
-
-
-def test_batch_invariant_splits_depend_on_the_request_and_the_room_alone() -> None:
-    """The splits with blocks in them are the same in any batch, under a plan of either kind; without a room
-    that of the request counts.
-    """
-    draw = random.Random(1)
-
-    def found(plan: reference.Plan, blocks: Sequence[int], room: int | None) -> list[list[tuple[int, int]]]:
-        splits: list[list[tuple[int, int]]] = [[] for _ in blocks]
-        for work in work_tiles(plan.object_rows, plan.num_splits, blocks, 1 << 30, room):
-            if work.num_blocks:
-                splits[work.req].append((work.first_block, work.num_blocks))
-        return splits
-
-    def expected(n: int, room: int) -> list[tuple[int, int]]:
-        size = max(8, -(-room // 32))
-        return [(first, min(size, n - first)) for first in range(0, n, size)]
-
-    for room in (7, 32, 33, 257, 700, 4700):
-        for _ in range(20):
-            blocks = [draw.randint(0, room) for _ in range(draw.choice((1, 2, 5, 40)))]
-            num_parts = draw.randint(1, 132)
-            for plan in check_sparse(blocks, num_parts, room, True):
-                assert found(plan, blocks, room) == [expected(n, room) for n in blocks]
-            plan = reference.plan([64 * n for n in blocks], num_parts, batch_invariant=True)
-            assert found(plan, blocks, None) == [expected(n, n) for n in blocks]
 
 
 def test_get_mla_metadata_is_the_plan_of_the_gpus_parts() -> None:

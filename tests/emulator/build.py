@@ -52,10 +52,9 @@ def build_kernel(spec: KernelSpec, folder: Path, root: Path | None = None) -> ct
     root : Path, optional
         Folder of the CUDA sources; None: rawmla's.
     """
-    machine = _build_machine(folder)
     files = rewritten(sources.collect(root or sources.find_source_root(), spec.name, spec.headers))
     files["entry.cpp"] = f'#include "kernel_text.h"\n#include "kernels/{spec.name}.cu"\n{entry_of(spec.name)}'
-    return _build_on(machine, spec.name, files, "entry.cpp", folder, dict(spec.macros))
+    return _build_on(spec.name, files, "entry.cpp", folder, dict(spec.macros))
 
 
 def entry_of(kernel: str) -> str:
@@ -88,29 +87,25 @@ def build_text(name: str, text: str, folder: Path, **macros: int) -> ctypes.CDLL
                 pending.append(headers[header].decode())
     files = rewritten(SourceSet("main.cpp", text.encode(), tuple(sorted(headers.items()))))
     files["main.cpp"] = f'#include "kernel_text.h"\n{files["main.cpp"]}'
-    return _build_on(_build_machine(folder), name, files, "main.cpp", folder, macros)
+    return _build_on(name, files, "main.cpp", folder, macros)
 
 
 def _build_on(
-    machine: Path, name: str, files: dict[str, str], main: str, folder: Path, macros: dict[str, int]
+    name: str, files: dict[str, str], main: str, folder: Path, macros: dict[str, int]
 ) -> ctypes.CDLL:
     defines = [f"-D{key}={value}" for key, value in macros.items()]
     # CUDA's int and float overloads, unused variables and the like are nvcc's to judge. The machine brings
     # the libraries: to look through them takes the linker longer than all the rest.
     flags = ["-O0", "-w", "-nostdlib", "-fno-exceptions", *defines, "-I", str(CUDA)]
-    flags += [str(machine), f"-Wl,-rpath,{folder.resolve()}"]
+    flags += [str(build_machine(folder)), f"-Wl,-rpath,{folder.resolve()}"]
     return ctypes.CDLL(str(build_library(name, files, [main], flags, folder)))
 
 
-def _build_machine(folder: Path) -> Path:
+def build_machine(folder: Path) -> Path:
+    """The library of the machine itself."""
     files = {name: (CUDA / name).read_text() for name in (*_MACHINE, *_HEADERS)}
     files["all.cpp"] = "".join(f'#include "{name}"\n' for name in _MACHINE)  # their headers take longest
     return build_library("machine", files, ["all.cpp"], ["-O3"], folder)
-
-
-def launcher(folder: Path) -> ctypes.CDLL:
-    """The library of the machine itself."""
-    return ctypes.CDLL(str(_build_machine(folder)))
 
 
 def build_library(

@@ -17,7 +17,7 @@ from rawmla.jit.driver import DeviceInfo, aligned_buffer
 from rawmla.jit.table import BoundedTable
 from rawmla.kernels import mha_forward_variants
 
-from .build import build_kernel, launcher
+from .build import build_kernel, build_machine
 
 _REPORT_BYTES = 1 << 16
 _PARAMS_ALIGN = 128
@@ -50,7 +50,7 @@ class Emulator:
         self.seed = seed
         self.sm_count = sm_count
         self.launched: list[str] = []
-        self._launch = launcher(folder).emulator_launch
+        self._launch = ctypes.CDLL(str(build_machine(folder))).emulator_launch
         self.kernels: dict[jit.KernelSpec, EmulatedKernel] = {}
 
     def get_kernel(
@@ -232,10 +232,12 @@ class HostTensors(frameworks.TorchFramework):
         return False
 
     def _poisoned(self, shape: Any, strides: Any, dtype: Any) -> Any:
-        torch = self._torch
-        elements = (
-            0 if 0 in shape else 1 + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
-        )
-        memory = torch.full((elements * dtype.itemsize + 256,), _POISON, dtype=torch.uint8)
-        first = -memory.data_ptr() % 256  # as allocators of CUDA memory align
-        return memory[first : first + elements * dtype.itemsize].view(dtype).as_strided(shape, strides)
+        steps = zip(shape, strides, strict=True)
+        elements = 0 if 0 in shape else 1 + sum((n - 1) * step for n, step in steps)
+        return self.memory(elements * dtype.itemsize).view(dtype).as_strided(shape, strides)
+
+    def memory(self, size: int) -> Any:
+        """Bytes for an array, aligned as allocators of CUDA memory do."""
+        whole = self._torch.full((size + 256,), _POISON, dtype=self._torch.uint8)
+        first = -whole.data_ptr() % 256
+        return whole[first : first + size]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import faulthandler
 import mmap
 import os
 import signal
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 from unittest import mock
 
@@ -51,17 +50,9 @@ class Guards:
         """Raise unless the bytes around all arrays are as they were."""
         assert all(bool((part == _FILL).all()) for part in self._around), "bytes beside an array changed"
 
-    @contextlib.contextmanager
-    def of_library(self) -> Iterator[None]:
+    def of_library(self) -> Any:
         """Inside, what the library allocates is such an array."""
-
-        def allocate(_: HostTensors, shape: Any, strides: Any, dtype: Any) -> torch.Tensor:
-            steps = zip(shape, strides, strict=True)
-            elements = 0 if 0 in shape else 1 + sum((n - 1) * step for n, step in steps)
-            return self.allocate(elements * dtype.itemsize).view(dtype).as_strided(shape, strides)
-
-        with mock.patch.object(HostTensors, "_poisoned", allocate):
-            yield
+        return mock.patch.object(HostTensors, "memory", lambda _, size: self.allocate(size))
 
 
 def failure_in_child(calls: Mapping[str, Callable[[], object]], seconds: int) -> str:

@@ -14,11 +14,10 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
+from filelock import AcquireReturnProxy, FileLock, Timeout
 
 SMALL = 0.6
 """Of the memory, for the small shares of all processes. What neither these nor the large ones take is for
@@ -90,17 +89,11 @@ class Shares:
                 self.give_back(torch, cupy, 0)
                 self.limit(torch)
 
-    @contextmanager
-    def _lock(self) -> Iterator[None]:
+    def _lock(self) -> AcquireReturnProxy:
         """Inside, this process alone has one of the files; the system frees it if the process ends."""
-        for path in cycle(self.locks):
-            lock = FileLock(path)
-            try:
-                lock.acquire(timeout=0)
-                break
-            except Timeout:
-                time.sleep(SECONDS_BETWEEN_TRIES)
-        try:
-            yield
-        finally:
-            lock.release()
+        while True:
+            for path in self.locks:
+                try:
+                    return FileLock(path).acquire(timeout=0)
+                except Timeout:
+                    time.sleep(SECONDS_BETWEEN_TRIES)

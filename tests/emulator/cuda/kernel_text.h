@@ -145,9 +145,7 @@ T atomicMax(T* at, T value) {
 // ---- arithmetic
 
 inline float __uint_as_float(unsigned bits) { return __builtin_bit_cast(float, bits); }
-inline float __int_as_float(int bits) { return __builtin_bit_cast(float, bits); }
 inline unsigned __float_as_uint(float x) { return __builtin_bit_cast(unsigned, x); }
-inline int __float_as_int(float x) { return __builtin_bit_cast(int, x); }
 inline double __longlong_as_double(long long bits) { return __builtin_bit_cast(double, bits); }
 inline long long __double2ll_rn(double x) { return __builtin_llrint(x); }
 inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
@@ -162,9 +160,6 @@ inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
 }
 inline float __fsub_rn(float a, float b) { return a - b; }
 inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
-inline float __expf(float x) { return expf(x); }
-inline float __logf(float x) { return logf(x); }
-inline float __fdividef(float a, float b) { return a / b; }
 template <class T>
 T max(T a, T b) {
     return a > b ? a : b;
