@@ -232,7 +232,7 @@ def _fields(cache: NDArray[np.uint8], layout: str) -> list[NDArray[np.uint8]]:
     num_blocks, page = cache.shape[:2]
     if layout == "v32":
         return np.split(cache[:, :, 0], [512, 528], -1)
-    blocks = cache.reshape(num_blocks, -1)
+    blocks = cache.reshape(num_blocks, page * cache.shape[3])
     rows = blocks[:, : page * _MODEL1_ROW].reshape(num_blocks, page, _MODEL1_ROW)
     scales = blocks[:, page * _MODEL1_ROW :].reshape(num_blocks, page, _MODEL1_SCALES)
     return [rows[..., :448], scales, rows[..., 448:]]
