@@ -208,6 +208,7 @@ def prefill_operation(layout: str, *, clusters: bool = False) -> Operation:
         bad={
             "d_v 256": (ValueError, "d_v", put("d_v", 256)),
             "scale 0": (ValueError, "sm_scale", put("sm_scale", 0.0)),
+            "no scale": (TypeError, "sm_scale", put("sm_scale", None)),
             "another base": (ValueError, "log_base", put("log_base", "10")),
             "q float16": (TypeError, "q", replaced("q", lambda x: x.half())),
             "one length too few": (ValueError, "topk_length", replaced("topk_length", lambda x: x[:-1])),
