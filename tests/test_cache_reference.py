@@ -11,12 +11,11 @@ import pytest
 from rawmla import reference
 
 torch = pytest.importorskip("torch")
+from operations.caches import COLUMNS, KINDS, LAYOUTS, host_cache  # noqa: E402
 
 BF16 = ml_dtypes.bfloat16
 E4M3 = ml_dtypes.float8_e4m3fn
 ALL_CODES = np.arange(256, dtype=np.uint8)
-LAYOUTS = ("v32", "model1")
-COLUMNS = {"v32": 576, "model1": 512}
 
 
 def bf16_values(shape: tuple[int, ...], seed: int = 0, scale: float = 1.0) -> np.ndarray:
@@ -119,32 +118,28 @@ class TestQuantising:
         reference.quantize_k_cache(k_cache, "v32", out=out)
         np.testing.assert_array_equal(out.view(torch.uint8).numpy(), cache)
         back = reference.dequantize_k_cache(out, "v32").double().numpy()
-        np.testing.assert_array_equal(back, reference.round_to_bf16(reference.dequantize_k_cache(cache, "v32")))
+        np.testing.assert_array_equal(
+            back, reference.round_to_bf16(reference.dequantize_k_cache(cache, "v32"))
+        )
 
 
-def empty_cache(kind: str, num_blocks: int, page: int) -> np.ndarray:
-    if kind.startswith("bf16"):
-        return np.full((num_blocks, page, 1, int(kind[5:])), -7, BF16)
-    return np.full((num_blocks, page, 1, reference.LAYOUTS[kind].token_bytes), 0xEE, np.uint8)
-
-
-@pytest.mark.parametrize("kind", (*LAYOUTS, "bf16 576", "bf16 512"))
+@pytest.mark.parametrize("kind", KINDS)
 class TestWritingAndGathering:
     def test_written_in_slot_order_is_quantised(self, kind: str) -> None:
-        columns = COLUMNS.get(kind) or int(kind[5:])
+        columns = COLUMNS[kind]
         k_cache = bf16_values((3, 4, 1, columns), seed=3)
         rows = k_cache.reshape(12, columns)
         order = np.random.default_rng(0).permutation(12)
-        cache = empty_cache(kind, 3, 4)
+        cache = host_cache(kind, 3, 4)
         skipped = [-1, 12, -(2**40), 2**40]
         reference.write_kv_cache(rows[:4, :-64], rows[:4, -64:], cache, skipped)
-        np.testing.assert_array_equal(cache, empty_cache(kind, 3, 4))
+        np.testing.assert_array_equal(cache.view(np.uint8), host_cache(kind, 3, 4).view(np.uint8))
         reference.write_kv_cache(rows[order, :-64], rows[order, -64:], cache, order)
         want = reference.quantize_k_cache(k_cache, kind) if kind in LAYOUTS else k_cache
         np.testing.assert_array_equal(cache, want)
 
     def test_gather(self, kind: str) -> None:
-        columns = COLUMNS.get(kind) or int(kind[5:])
+        columns = COLUMNS[kind]
         page = 4
         k_cache = bf16_values((6, page, 1, columns), seed=4)
         cache, values = k_cache, k_cache.astype(np.float64)

@@ -1,4 +1,4 @@
-"""`rawmla.reference` of MLA against the reference in torch; its surface, and its plans."""
+"""`rawmla.reference` against references in torch: MLA, and tensors of all functions; surface and plans."""
 
 import functools
 import inspect
@@ -25,6 +25,7 @@ from rawmla import reference
 from rawmla.reference import _arrays
 
 torch = pytest.importorskip("torch")
+from operations import OPERATIONS, Operation  # noqa: E402
 
 Arrays = tuple[np.ndarray, ...]
 
@@ -193,6 +194,29 @@ def test_prefill(case: SparseCase, scale: float) -> None:
         np.testing.assert_allclose(one * np.log(2.0), other, rtol=1e-14)
     out = torch.zeros_like(tensors[0])
     assert prefill(given, scale, out=out)[0] is out and torch.equal(out, tensors[0])
+
+
+# ---- tensors of other functions
+
+OF_MLA_OR_GPU_ALONE = ("dense", "sparse", "prefill", "flex", "block_mask")
+TENSOR_CASES = [
+    pytest.param(one, case, id=f"{one.name}-{case.id}")
+    for one in OPERATIONS
+    if not one.name.startswith(OF_MLA_OR_GPU_ALONE)
+    for case in one.cases
+]
+
+
+@pytest.mark.parametrize(("operation", "case"), TENSOR_CASES)
+def test_tensors(operation: Operation, case: Any) -> None:
+    """Results of tensors are as exact as those of kernels have to be, and what is written is in place."""
+    call = operation.make(case, "cpu")
+    target = call.target()
+    got = getattr(reference, call.function)(**call.arguments, **target)
+    if call.written is not None:
+        assert got is None or got is target[call.written]
+        got = target[call.written]
+    call.check(got if isinstance(got, tuple) else (got,))
 
 
 # ---- plans

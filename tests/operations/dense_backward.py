@@ -11,7 +11,7 @@ import torch
 
 import rawmla
 from kit.mha import MhaCase, MhaInputs, in_gaps, make_mha_inputs
-from kit.mha_backward import MhaGradients, check_mha_backward, exact_results, make_mha_gradients
+from kit.mha_backward import Gradients, check_mha_backward, exact_results, make_mha_gradients
 from rawmla.api import dense_backward
 from rawmla.kernels.mha_backward_variants import Needs
 
@@ -37,8 +37,8 @@ NAMES = ("dq", "dk", "dv", "dsink")
 class BackwardInputs:
     """The arrays of a backward call: those of the forward, its results, and what it begins with."""
 
-    inputs: MhaInputs
-    gradients: MhaGradients
+    inputs: Any  # MhaInputs, or FlexInputs
+    gradients: Gradients
     results: tuple[Any, Any]  # out and lse
 
 
