@@ -112,23 +112,19 @@ def test_a_tensor_with_the_negative_bit() -> None:
 # ---- sparse decoding and prefill
 
 SHAPE: dict[str, Any] = {"b": 3, "s_q": 2, "h_q": 5, "s_k": 40, "topk": 33, "page_block_size": 7}
+EXTRA: dict[str, Any] = {
+    "layout": "model1",
+    "lengths": "random",
+    "extra_topk": 9,
+    "extra_s_k": 20,
+    "extra_lengths": "random",
+}
 SPARSE_CASES = (
     SparseCase(**SHAPE),
     SparseCase(**SHAPE, layout="model1", block_gap=1, sharp=True),
     SparseCase(**SHAPE, layout="bf16", d_qk=576, lengths="random", index_gap=3, empty_rows=0.3),
     SparseCase(**SHAPE, layout="bf16", d_qk=512, sink=True, lengths=(0, -4, 100)),
-    SparseCase(
-        **SHAPE,
-        layout="model1",
-        sink=True,
-        lengths="random",
-        extra_topk=9,
-        extra_s_k=20,
-        extra_page_block_size=2,
-        extra_lengths="random",
-        empty_rows=0.3,
-        poison="inf",
-    ),
+    SparseCase(**SHAPE, **EXTRA, extra_page_block_size=2, sink=True, empty_rows=0.3, poison="inf"),
     SparseCase(**SHAPE, extra_topk=65, sink=True, block_gap=2, poison_slot_0=False, seed=3),
 )
 BYTE_TYPES = (torch.uint8, torch.int8, torch.float8_e4m3fn)

@@ -19,7 +19,7 @@ from kit.flex_backward import (
     make_flex_gradients,
 )
 
-from .core import Arguments, Call, Operation, assert_same_bits, put
+from .core import Arguments, Call, Operation, assert_same_bits, wrong_value
 from .dense import ROWS
 from .dense_backward import BackwardCase, BackwardInputs
 from .flex import BIASED, CASES, CHANGING, FEW, SMALL_BLOCKS, change_everything, flex_arguments
@@ -148,7 +148,7 @@ FLEX_BACKWARD = Operation(
     odd_last=ARRAYS,
     copied=("grad_out",),
     ordered_like="query",
-    bad={"scale NaN": (ValueError, "scale", put("scale", float("nan")))},
+    bad={"scale NaN": wrong_value("scale", float("nan"))},
     changes=flex_backward_changes,
 )
 
