@@ -8,16 +8,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from kit import torch_reference
 from rawmla import reference
 
 torch = pytest.importorskip("torch")
+from operations.caches import COLUMNS, KINDS, LAYOUTS, host_cache  # noqa: E402
 
 BF16 = ml_dtypes.bfloat16
 E4M3 = ml_dtypes.float8_e4m3fn
 ALL_CODES = np.arange(256, dtype=np.uint8)
-LAYOUTS = ("v32", "model1")
-COLUMNS = {"v32": 576, "model1": 512}
 
 
 def bf16_values(shape: tuple[int, ...], seed: int = 0, scale: float = 1.0) -> np.ndarray:
@@ -112,47 +110,36 @@ class TestQuantising:
         back = reference.dequantize_k_cache(reference.quantize_k_cache(k_cache, layout), layout)
         np.testing.assert_array_equal(back, k_cache.astype(np.float64))
 
-    @pytest.mark.parametrize("layout", LAYOUTS)
-    def test_torch(self, layout: str) -> None:
-        k_cache = bf16_values((3, 5, 1, COLUMNS[layout]), scale=20)
-        tensor = torch.from_numpy(k_cache.view(np.int16)).view(torch.bfloat16)
-        want = reference.quantize_k_cache(k_cache, layout)
-        cache = reference.quantize_k_cache(tensor, layout)
-        assert cache.dtype == torch.uint8
-        np.testing.assert_array_equal(cache.numpy(), want)
-        for dtype in (torch.uint8, torch.int8, torch.float8_e4m3fn):
-            out = torch.zeros_like(cache).view(dtype)
-            assert reference.quantize_k_cache(tensor, layout, out=out) is out
-            assert torch.equal(out.view(torch.uint8), cache)
-            back = reference.dequantize_k_cache(out, layout)
-            assert back.dtype == torch.bfloat16
-            exact = reference.dequantize_k_cache(want, layout)
-            np.testing.assert_array_equal(back.double().numpy(), reference.round_to_bf16(exact))
+    @pytest.mark.parametrize("dtype", (torch.uint8, torch.int8, torch.float8_e4m3fn))
+    def test_bytes_of_every_dtype(self, dtype: Any) -> None:
+        k_cache = bf16_values((3, 5, 1, 576), scale=20)
+        cache = reference.quantize_k_cache(k_cache, "v32")
+        out = torch.zeros(cache.shape, dtype=torch.uint8).view(dtype)
+        reference.quantize_k_cache(k_cache, "v32", out=out)
+        np.testing.assert_array_equal(out.view(torch.uint8).numpy(), cache)
+        back = reference.dequantize_k_cache(out, "v32").double().numpy()
+        np.testing.assert_array_equal(
+            back, reference.round_to_bf16(reference.dequantize_k_cache(cache, "v32"))
+        )
 
 
-def empty_cache(kind: str, num_blocks: int, page: int) -> np.ndarray:
-    if kind.startswith("bf16"):
-        return np.full((num_blocks, page, 1, int(kind[5:])), -7, BF16)
-    return np.full((num_blocks, page, 1, reference.LAYOUTS[kind].token_bytes), 0xEE, np.uint8)
-
-
-@pytest.mark.parametrize("kind", (*LAYOUTS, "bf16 576", "bf16 512"))
+@pytest.mark.parametrize("kind", KINDS)
 class TestWritingAndGathering:
     def test_written_in_slot_order_is_quantised(self, kind: str) -> None:
-        columns = COLUMNS.get(kind) or int(kind[5:])
+        columns = COLUMNS[kind]
         k_cache = bf16_values((3, 4, 1, columns), seed=3)
         rows = k_cache.reshape(12, columns)
         order = np.random.default_rng(0).permutation(12)
-        cache = empty_cache(kind, 3, 4)
+        cache = host_cache(kind, 3, 4)
         skipped = [-1, 12, -(2**40), 2**40]
         reference.write_kv_cache(rows[:4, :-64], rows[:4, -64:], cache, skipped)
-        np.testing.assert_array_equal(cache, empty_cache(kind, 3, 4))
+        np.testing.assert_array_equal(cache.view(np.uint8), host_cache(kind, 3, 4).view(np.uint8))
         reference.write_kv_cache(rows[order, :-64], rows[order, -64:], cache, order)
         want = reference.quantize_k_cache(k_cache, kind) if kind in LAYOUTS else k_cache
         np.testing.assert_array_equal(cache, want)
 
     def test_gather(self, kind: str) -> None:
-        columns = COLUMNS.get(kind) or int(kind[5:])
+        columns = COLUMNS[kind]
         page = 4
         k_cache = bf16_values((6, page, 1, columns), seed=4)
         cache, values = k_cache, k_cache.astype(np.float64)
@@ -171,28 +158,6 @@ class TestWritingAndGathering:
         want[0] = values[3, 2, 0]
         np.testing.assert_array_equal(out, want)
 
-    def test_torch(self, kind: str) -> None:
-        """Written and gathered in place, as in NumPy; other elements stay."""
-
-        def tensor(array: np.ndarray) -> Any:
-            shared = torch.from_numpy(array.view(np.int16) if array.dtype == BF16 else array)
-            return shared.view(torch.bfloat16) if array.dtype == BF16 else shared
-
-        columns = COLUMNS.get(kind) or int(kind[5:])
-        rows, slots = bf16_values((5, columns)), np.array([7, -1, 2, 99, 7])
-        want, cache = empty_cache(kind, 3, 4), empty_cache(kind, 3, 4)
-        reference.write_kv_cache(rows[:, :-64], rows[:, -64:], want, slots)
-        reference.write_kv_cache(*map(tensor, (rows[:, :-64], rows[:, -64:], cache, slots)))
-        np.testing.assert_array_equal(cache.view(np.uint8), want.view(np.uint8))
-
-        table, lengths = np.array([[1, 0], [2, 5]], np.int32), np.array([6, 5], np.int32)
-        places = np.array([2, 9], np.int32)
-        wanted, out = (np.full((13, columns), -7, BF16) for _ in range(2))
-        reference.gather_kv_cache(want, table, lengths, wanted, workspace_starts=places)
-        reference.gather_kv_cache(*map(tensor, (cache, table, lengths, out)), workspace_starts=tensor(places))
-        np.testing.assert_array_equal(out, wanted)
-        assert (out[:2] == -7).all() and (out[8] == -7).all() and (out[2:8] != -7).any()
-
 
 class TestIndices:
     TABLE = np.array([[4, 9, -1], [2**30, 3, 0]])
@@ -205,44 +170,24 @@ class TestIndices:
         assert slots.tolist() == [[40, 49, 90, -1, -1, -1], [39, 30, 0, -1, -1, -1]]
         assert counts.tolist() == [3, 3] and slots.dtype == counts.dtype == np.int32
 
-    def test_torch_and_out(self) -> None:
+    def test_in_place(self) -> None:
         indices = torch.tensor([[0, 9, 30], [19, -1, 20]], dtype=torch.int32)
         table = torch.from_numpy(self.TABLE.astype(np.int32))
-        slots, counts = reference.convert_indices(indices, table, 10, compact=True)
-        assert slots.dtype == counts.dtype == torch.int32
-        assert slots.tolist() == [[40, 49, -1], [39, 0, -1]] and counts.tolist() == [2, 2]
         assert reference.convert_indices(indices, table, 10, out=indices) is indices
         assert indices.tolist() == [[40, 49, -1], [39, -1, 0]]
 
 
-# A shape, and how many parts.
-MERGED = (((2, 3, 5, 512), 1), ((2, 3, 5, 512), 4), ((7, 2, 512), 40))
-
-
-class TestMerging:
-    def test_parts_make_the_whole(self) -> None:
-        draw = np.random.default_rng(0)
-        q, k, v = (draw.standard_normal((2, n, 5, 512)) for n in (3, 200, 200))
-        cuts = (0, 1, 50, 130)  # the first part is empty
-        parts = [np.split(x, cuts, axis=1) for x in (k, v)]
-        states = [reference.flash_attn_func(q, *part) for part in zip(*parts, strict=True)]
-        merged = reference.merge_attn_states(*zip(*states, strict=True))
-        for got, want in zip(merged, reference.flash_attn_func(q, k, v), strict=True):
-            np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-13)
-
-    @pytest.mark.parametrize(("shape", "parts"), MERGED, ids=str)
-    def test_against_torch(self, shape: tuple[int, ...], parts: int) -> None:
-        """Parts without keys hold NaN; some rows have no keys in any part."""
-        draw = np.random.default_rng(parts)
-        outs = draw.standard_normal((parts, *shape))
-        lses = draw.standard_normal((parts, *shape[:-1])) * 4
-        for part, lse in enumerate(lses):
-            lse.reshape(-1)[part::3] = np.inf if part % 2 else -np.inf
-            lse.reshape(-1)[0] = np.inf
-        outs[np.isinf(lses)] = np.nan
-        if len(shape) == 4:
-            lses = lses.swapaxes(2, 3)
-        want = reference.merge_attn_states(outs, lses)
-        tensors = [[torch.from_numpy(x.copy()) for x in part] for part in (outs, lses)]
-        for one, other in zip(torch_reference.merge_attn_states(*tensors), want, strict=True):
-            np.testing.assert_allclose(one.numpy(), other, rtol=1e-12, atol=1e-12)
+def test_merged_parts_make_the_whole() -> None:
+    """Of batches, and of tokens in a row. The first part has no keys, and what it holds does not count."""
+    draw = np.random.default_rng(0)
+    q, k, v = (draw.standard_normal((2, n, 5, 512)) for n in (3, 200, 200))
+    cuts = (0, 1, 50, 130)
+    parts = [np.split(x, cuts, axis=1) for x in (k, v)]
+    states = [reference.flash_attn_func(q, *part) for part in zip(*parts, strict=True)]
+    states[0][0][...] = np.nan
+    want = reference.flash_attn_func(q, k, v)
+    of_tokens = [(out.reshape(6, 5, 512), lse.swapaxes(1, 2).reshape(6, 5)) for out, lse in (*states, want)]
+    for given, wanted in ((states, want), (of_tokens[:-1], of_tokens[-1])):
+        merged = reference.merge_attn_states(*zip(*given, strict=True))
+        for one, other in zip(merged, wanted, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-13)

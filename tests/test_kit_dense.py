@@ -15,7 +15,7 @@ from kit.generators import on_numpy
 from kit.mha import MhaCase, MhaInputs, check_mha, covered_rows, make_mha_inputs, tokens_of
 from kit.mha import reference as torch_reference
 from kit.mha_backward import (
-    MhaGradients,
+    Gradients,
     check_mha_backward,
     exact_results,
     make_mha_gradients,
@@ -35,6 +35,8 @@ from kit.prefix import reference as prefix_reference
 from rawmla import reference
 
 torch = pytest.importorskip("torch")
+from operations.dense import named_arguments  # noqa: E402
+from operations.dense_backward import BackwardInputs, named_backward_arguments  # noqa: E402
 
 FIXED = {"b": 2, "s_q": 7, "s_k": 9, "d_qk": 24, "d_v": 16}
 SEGMENTS: dict[str, Any] = {"q_lengths": (3, 0, 6, 1), "k_lengths": (5, 4, 0, 2), "d_qk": 24, "d_v": 16}
@@ -61,33 +63,16 @@ def name_of(x: Any) -> str:
     return x if isinstance(x, str) else x.id
 
 
-def by_definition(inputs: MhaInputs, gradients: MhaGradients | None = None, results: Any = None) -> Any:
+def by_definition(inputs: MhaInputs, gradients: Gradients | None = None, results: Any = None) -> Any:
     """The NumPy reference, of float64 arrays: out and lse, or the gradients that follow from them."""
-
-    def numbers(x: Any) -> Any:
-        return None if x is None else x.double().numpy()
-
-    options = inputs.options()
-    options["attn_sink"] = numbers(options["attn_sink"])
-    if options["alibi_slopes"] is not None:
-        options["alibi_slopes"] = options["alibi_slopes"].numpy()
-    arrays = [numbers(x) for x in (inputs.q, inputs.k, inputs.v)]
-    kind = "func"
-    if gradients is not None:
-        kind = "backward"
-        arrays = [numbers(gradients.dout), *arrays, *(numbers(x) for x in results)]
-        options["dlse"] = numbers(gradients.dlse)
-    if inputs.cu_seqlens_q is None:
-        found = getattr(reference, f"flash_attn_{kind}")(*arrays, **options)
+    if gradients is None:
+        name, arguments = named_arguments(inputs)
     else:
-        cu_q, cu_k, used_q, used_k = (
-            None if x is None else x.numpy()
-            for x in (inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.seqused_q, inputs.seqused_k)
-        )
-        found = getattr(reference, f"flash_attn_varlen_{kind}")(
-            *arrays, cu_q, cu_k, 9, 9, **options, seqused_q=used_q, seqused_k=used_k
-        )
-    return tuple(torch.from_numpy(x.copy()) for x in found)
+        name, arguments = named_backward_arguments(BackwardInputs(inputs, gradients, results))
+    for key, x in arguments.items():
+        if isinstance(x, torch.Tensor):
+            arguments[key] = (x.double() if x.is_floating_point() else x).numpy()
+    return tuple(torch.from_numpy(x.copy()) for x in getattr(reference, name)(**arguments))
 
 
 # ---- inputs
@@ -157,7 +142,7 @@ def test_the_comparison_finds_what_is_wrong() -> None:
 # ---- comparison of gradients
 
 
-def exact_gradients(inputs: MhaInputs, gradients: MhaGradients, results: tuple[Any, Any]) -> list[Any]:
+def exact_gradients(inputs: MhaInputs, gradients: Gradients, results: tuple[Any, Any]) -> list[Any]:
     """What an exact kernel would give; the emulator's tests check what real ones give."""
     found = reference_backward(inputs, gradients, results).values
     sources = (inputs.q, inputs.k, inputs.v, inputs.attn_sink)

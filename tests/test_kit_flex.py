@@ -24,7 +24,6 @@ from kit.flex import (
 )
 from kit.flex import reference as forward
 from kit.flex_backward import (
-    FlexGradients,
     captured_tensors,
     check_flex_backward,
     exact_results,
@@ -32,6 +31,7 @@ from kit.flex_backward import (
     make_flex_gradients,
     reference_backward,
 )
+from kit.mha_backward import Gradients
 from rawmla import reference
 
 torch = pytest.importorskip("torch")
@@ -189,7 +189,7 @@ def test_the_reference_in_torch(case: FlexCase) -> None:
         torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
 
 
-def by_autograd(inputs: FlexInputs, gradients: FlexGradients) -> list[Any]:
+def by_autograd(inputs: FlexInputs, gradients: Gradients) -> list[Any]:
     """Gradients of plain attention in float64: of q, k, v and captured tensors."""
     case = inputs.case
     seen = torch.ones(1, 1, case.s_q, case.s_k, dtype=torch.bool)
@@ -270,7 +270,7 @@ def test_the_comparison_finds_what_is_wrong(dtype: str) -> None:
 # ---- comparison of gradients
 
 
-def exact_gradients(inputs: FlexInputs, gradients: FlexGradients, results: tuple[Any, Any]) -> Any:
+def exact_gradients(inputs: FlexInputs, gradients: Gradients, results: tuple[Any, Any]) -> Any:
     """What an exact kernel would give; the emulator's tests check what real ones give."""
     found = reference_backward(inputs, gradients, results)
     sources = (inputs.q, inputs.k, inputs.v)

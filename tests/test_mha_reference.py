@@ -169,7 +169,6 @@ def test_infinite_sinks(sign: int) -> None:
 
 
 Q_LENGTHS, K_LENGTHS = (3, 0, 4, 1, 5, 2), (4, 3, 0, 1, 2, 6)
-K_USED = (4, 3, 0, -1, 1, 5)
 CU_Q, CU_K = (np.cumsum((first, *lengths)) for first, lengths in ((2, Q_LENGTHS), (1, K_LENGTHS)))
 TOTAL_Q, TOTAL_K = int(CU_Q[-1]) + 3, int(CU_K[-1]) + 1
 SLOPES = np.abs(randn(6, 4, seed=9))
@@ -199,27 +198,6 @@ def test_tokens_that_are_used() -> None:
     assert lse.shape == (TOTAL_Q, 4) and lse.T.flags.c_contiguous
 
 
-@pytest.mark.parametrize("d_v", (5, 6))
-def test_packed(d_v: int) -> None:
-    """Parts side by side in the last dimension, or with d_v = d_qk in an axis of their own."""
-    q, k, v = make(TOTAL_K, TOTAL_K, 4, 4, d_v=d_v, b=())[:3]
-    options: dict[str, Any] = {
-        "causal": True,
-        "softcap": 2.0,
-        "seqused_q": (2, 3, 0, 1, 1, 4),
-        "seqused_k": K_USED,
-    }
-    want = reference.flash_attn_varlen_func(q, k, v, CU_K, CU_K, 6, 6, **options)
-    packed = np.concatenate([q, k, v], -1)
-    check(reference.flash_attn_varlen_qkvpacked_func(packed, CU_K, 6, 6, **options), want)
-    kv = packed[..., 6:]
-    check(reference.flash_attn_varlen_kvpacked_func(q, kv, CU_K, CU_K, 6, 6, 6, **options), want)
-    if d_v == 6:
-        stacked = np.stack([q, k, v], 1)
-        check(reference.flash_attn_varlen_qkvpacked_func(stacked, CU_K, 6, **options), want)
-        check(reference.flash_attn_varlen_kvpacked_func(q, stacked[:, 1:], CU_K, CU_K, 6, 6, **options), want)
-
-
 def test_other_names_of_arguments() -> None:
     q, k, v = make_ragged()[:3]
     want = reference.flash_attn_varlen_func(q, k, v, CU_Q, CU_K, 5, 6, attn_sink=SINK)
@@ -236,41 +214,6 @@ def test_other_names_of_arguments() -> None:
     for alias, name in (("cu_seqlens_qo", "cu_seqlens_q"), ("learnable_sink", "attn_sink")):
         with pytest.raises(TypeError, match=f"^{alias}: expected one of {alias} and {name}, got both"):
             reference.flash_attn_varlen_func(q, k, v, **{**other, name: other[alias]})
-
-
-@pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
-def test_torch_tensors(dtype: str) -> None:
-    """Results are those of NumPy, rounded to the dtypes that the GPU functions return."""
-    kind = getattr(torch, dtype)
-    tensors = [torch.from_numpy(x).to(kind) for x in make_ragged()[:4]]
-    dlse = torch.from_numpy(make_ragged()[4]).float()
-    sink = torch.from_numpy(SINK).to(torch.bfloat16)
-    cu = [torch.from_numpy(x).int() for x in (CU_Q, CU_K)]
-    arrays, exact = (
-        [x.double().numpy() for x in tensors],
-        {"attn_sink": sink.double().numpy(), "causal": True},
-    )
-    q, k, v, dout = tensors
-    want = reference.flash_attn_varlen_func(*arrays[:3], CU_Q, CU_K, 5, 6, **exact)
-    out, lse = reference.flash_attn_varlen_func(q, k, v, *cu, 5, 6, attn_sink=sink, causal=True)
-    assert out.dtype == kind and lse.dtype == torch.float32 and lse.T.is_contiguous()
-    assert torch.equal(out, torch.from_numpy(want[0]).to(kind))
-    assert torch.equal(lse, torch.from_numpy(want[1].copy()).float())
-    given = torch.zeros_like(out)
-    assert (
-        reference.flash_attn_varlen_func(q, k, v, *cu, 5, 6, attn_sink=sink, causal=True, out=given)[0]
-        is given
-    )
-    assert torch.equal(given, out)
-
-    exact = {**exact, "dlse": dlse.double().numpy()}
-    want = reference.flash_attn_varlen_backward(
-        arrays[3], *arrays[:3], out.double().numpy(), lse.double().numpy(), CU_Q, CU_K, 5, 6, **exact
-    )
-    options: dict[str, Any] = {"attn_sink": sink, "causal": True, "dlse": dlse}
-    got = reference.flash_attn_varlen_backward(dout, q, k, v, out, lse, *cu, 5, 6, **options)
-    for one, other, wanted in zip(got, want, (kind, kind, kind, torch.bfloat16), strict=True):
-        assert one.dtype == wanted and torch.equal(one, torch.from_numpy(other).to(wanted))
 
 
 def test_nothing_at_all() -> None:

@@ -1,4 +1,4 @@
-"""`rawmla.reference` of MLA against the reference in torch; its surface, and its plans."""
+"""`rawmla.reference` against references in torch: MLA, and tensors of all functions; surface and plans."""
 
 import functools
 import inspect
@@ -25,6 +25,7 @@ from rawmla import reference
 from rawmla.reference import _arrays
 
 torch = pytest.importorskip("torch")
+from operations import OPERATIONS, Operation  # noqa: E402
 
 Arrays = tuple[np.ndarray, ...]
 
@@ -111,23 +112,19 @@ def test_a_tensor_with_the_negative_bit() -> None:
 # ---- sparse decoding and prefill
 
 SHAPE: dict[str, Any] = {"b": 3, "s_q": 2, "h_q": 5, "s_k": 40, "topk": 33, "page_block_size": 7}
+EXTRA: dict[str, Any] = {
+    "layout": "model1",
+    "lengths": "random",
+    "extra_topk": 9,
+    "extra_s_k": 20,
+    "extra_lengths": "random",
+}
 SPARSE_CASES = (
     SparseCase(**SHAPE),
     SparseCase(**SHAPE, layout="model1", block_gap=1, sharp=True),
     SparseCase(**SHAPE, layout="bf16", d_qk=576, lengths="random", index_gap=3, empty_rows=0.3),
     SparseCase(**SHAPE, layout="bf16", d_qk=512, sink=True, lengths=(0, -4, 100)),
-    SparseCase(
-        **SHAPE,
-        layout="model1",
-        sink=True,
-        lengths="random",
-        extra_topk=9,
-        extra_s_k=20,
-        extra_page_block_size=2,
-        extra_lengths="random",
-        empty_rows=0.3,
-        poison="inf",
-    ),
+    SparseCase(**SHAPE, **EXTRA, extra_page_block_size=2, sink=True, empty_rows=0.3, poison="inf"),
     SparseCase(**SHAPE, extra_topk=65, sink=True, block_gap=2, poison_slot_0=False, seed=3),
 )
 BYTE_TYPES = (torch.uint8, torch.int8, torch.float8_e4m3fn)
@@ -193,6 +190,29 @@ def test_prefill(case: SparseCase, scale: float) -> None:
         np.testing.assert_allclose(one * np.log(2.0), other, rtol=1e-14)
     out = torch.zeros_like(tensors[0])
     assert prefill(given, scale, out=out)[0] is out and torch.equal(out, tensors[0])
+
+
+# ---- tensors of other functions
+
+OF_MLA_OR_GPU_ALONE = ("dense", "sparse", "prefill", "flex", "block_mask")
+TENSOR_CASES = [
+    pytest.param(one, case, id=f"{one.name}-{case.id}")
+    for one in OPERATIONS
+    if not one.name.startswith(OF_MLA_OR_GPU_ALONE)
+    for case in one.cases
+]
+
+
+@pytest.mark.parametrize(("operation", "case"), TENSOR_CASES)
+def test_tensors(operation: Operation, case: Any) -> None:
+    """Results of tensors are as exact as those of kernels have to be, and what is written is in place."""
+    call = operation.make(case, "cpu")
+    target = call.target()
+    got = getattr(reference, call.function)(**call.arguments, **target)
+    if call.written is not None:
+        assert got is None or got is target[call.written]
+        got = target[call.written]
+    call.check(got if isinstance(got, tuple) else (got,))
 
 
 # ---- plans

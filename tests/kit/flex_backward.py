@@ -26,7 +26,7 @@ from .flex import (
     reference,
 )
 from .mha import LEAST
-from .mha_backward import FLOAT32, NAMES, BackwardResults, check_kinds, norms, problems_of_rows
+from .mha_backward import FLOAT32, NAMES, BackwardResults, Gradients, check_kinds, norms, problems_of_rows
 
 OF_SCORE = 2.0**-22
 """Relative error of scores and of lse in float32."""
@@ -46,14 +46,6 @@ their unit follows from the largest term.
 """
 UNDERFLOW = 2.0**-80
 """Bound of a sum of terms that are below the smallest numbers of float32."""
-
-
-@dataclass
-class FlexGradients:
-    """The gradients of out and of lse that a backward pass starts from; `dlse` None: lse is not used."""
-
-    dout: Any
-    dlse: Any
 
 
 @dataclass
@@ -94,7 +86,7 @@ def make_flex_backward_inputs(case: FlexCase, device: str = "cuda") -> FlexInput
     return replace(inputs, block_mask=mask)
 
 
-def make_flex_gradients(inputs: FlexInputs, of: str = "out") -> FlexGradients:
+def make_flex_gradients(inputs: FlexInputs, of: str = "out") -> Gradients:
     """Normal random gradients of "out", of "lse" (dout is 0) or of "both".
 
     dout has the case's layout. Both are the case's `gap` wherever a row has nothing to attend.
@@ -111,7 +103,7 @@ def make_flex_gradients(inputs: FlexInputs, of: str = "out") -> FlexGradients:
     dlse = None
     if of != "out":
         dlse = torch.randn(shape[:-1], generator=draw, device=device).masked_fill(empty, case.gap)
-    return FlexGradients(dout, dlse)
+    return Gradients(dout, dlse)
 
 
 def exact_results(inputs: FlexInputs) -> tuple[Any, Any]:
@@ -131,7 +123,7 @@ def captured_tensors(inputs: FlexInputs) -> dict[str, Any]:
 
 
 def reference_backward(
-    inputs: FlexInputs, gradients: FlexGradients, results: tuple[Any, Any] | None = None
+    inputs: FlexInputs, gradients: Gradients, results: tuple[Any, Any] | None = None
 ) -> FlexBackwardResults:
     """The gradients of a call in float64.
 
@@ -205,7 +197,7 @@ class _Captures:
 
 def _add_gradients(
     inputs: FlexInputs,
-    gradients: FlexGradients,
+    gradients: Gradients,
     results: tuple[Any, Any],
     lists: tuple[Any, Any] | None,
     own: tuple[Any, Any],
@@ -309,7 +301,7 @@ def _is_approximate(inputs: FlexInputs) -> bool:
 
 def check_flex_backward(
     inputs: FlexInputs,
-    gradients: FlexGradients,
+    gradients: Gradients,
     results: tuple[Any, Any],
     got: tuple[Any, Any, Any, dict[str, Any]],
 ) -> None:

@@ -33,7 +33,7 @@ TANH = 2.0**-11
 
 
 @dataclass
-class MhaGradients:
+class Gradients:
     """The gradients of out and of lse that a backward pass starts from; `dlse` None: lse is not used."""
 
     dout: Any
@@ -61,7 +61,7 @@ class BackwardResults:
 # ---- inputs
 
 
-def make_mha_gradients(inputs: MhaInputs, of: str = "out") -> MhaGradients:
+def make_mha_gradients(inputs: MhaInputs, of: str = "out") -> Gradients:
     """Normal random gradients of "out", of "lse" (dout is 0) or of "both", with the case's `spread`.
 
     dout has the case's layout. Both are the case's `gap` wherever a row has nothing to attend.
@@ -83,7 +83,7 @@ def make_mha_gradients(inputs: MhaInputs, of: str = "out") -> MhaGradients:
     if of != "out":
         dlse = randn().masked_fill(~attending[..., None], case.gap)
         dlse = stored_by_heads(dlse) if inputs.cu_seqlens_q is not None else dlse.mT.contiguous()
-    return MhaGradients(dout, dlse)
+    return Gradients(dout, dlse)
 
 
 def exact_results(inputs: MhaInputs) -> tuple[Any, Any]:
@@ -130,7 +130,7 @@ def rows_in_use(inputs: MhaInputs) -> tuple[Any, Any]:
 
 def reference_backward(
     inputs: MhaInputs,
-    gradients: MhaGradients,
+    gradients: Gradients,
     results: tuple[Any, Any] | None = None,
     dtype: Any = None,
 ) -> BackwardResults:
@@ -282,7 +282,7 @@ def norms(x: Any) -> Any:
 
 def check_mha_backward(
     inputs: MhaInputs,
-    gradients: MhaGradients,
+    gradients: Gradients,
     results: tuple[Any, Any],
     got: tuple[Any, ...],
     *,
@@ -393,7 +393,7 @@ def _problems_of_dsink(got: Any, want: Any, dout: Any, out: Any) -> list[str]:
 
 
 def _problems_by_plain_torch(
-    inputs: MhaInputs, gradients: MhaGradients, given: BackwardResults, got: tuple[Any, ...]
+    inputs: MhaInputs, gradients: Gradients, given: BackwardResults, got: tuple[Any, ...]
 ) -> list[str]:
     """What FlashAttention's tests refuse: more than a multiple of the error of torch, and of adding 0.3.
 

@@ -23,7 +23,7 @@ from .caches import (
     to_host,
     values,
 )
-from .core import Call, Operation, Sizes, put, replaced
+from .core import Call, Operation, Sizes, spoilt, wrong_value
 from .memory import CANARY
 
 PAGE, NUM_BLOCKS = 64, 8
@@ -102,12 +102,12 @@ WRITE = Operation(
     strides={"kv_c": ("columns", "unaligned", "odd"), "k_pe": ("columns", "unaligned", "odd")},
     empty={"no tokens": (lambda a: {name: a[name][:0] for name in ("kv_c", "k_pe", "slot_mapping")}, {})},
     bad={
-        "another number of rows": (ValueError, "k_pe", replaced("k_pe", lambda x: x[:-1])),
-        "one slot too few": (ValueError, "slot_mapping", replaced("slot_mapping", lambda x: x[:-1])),
-        "another width": (ValueError, "kv_c", replaced("kv_c", lambda x: x[:, :-8].contiguous())),
-        "cache on the CPU": (ValueError, "kv_cache", replaced("kv_cache", lambda x: x.cpu())),
-        "cache of int16": (TypeError, "kv_cache", replaced("kv_cache", lambda x: x.short())),
-        "cache of 3 dimensions": (ValueError, "kv_cache", replaced("kv_cache", lambda x: x[0])),
+        "another number of rows": spoilt("k_pe", lambda x: x[:-1]),
+        "one slot too few": spoilt("slot_mapping", lambda x: x[:-1]),
+        "another width": spoilt("kv_c", lambda x: x[:, :-8].contiguous()),
+        "cache on the CPU": spoilt("kv_cache", lambda x: x.cpu()),
+        "cache of int16": spoilt("kv_cache", lambda x: x.short(), TypeError),
+        "cache of 3 dimensions": spoilt("kv_cache", lambda x: x[0]),
     },
     changes=write_changes,
     writes=True,
@@ -187,9 +187,9 @@ GATHER = Operation(
         "no rows": (lambda a: {"out": a["out"][:0]}, {"out": 0}),
     },
     bad={
-        "one length too few": (ValueError, "cache_seqlens", replaced("cache_seqlens", lambda x: x[:-1])),
-        "one place too few": (ValueError, "workspace_starts", replaced("workspace_starts", lambda x: x[:-1])),
-        "one start too few": (ValueError, "seq_starts", replaced("seq_starts", lambda x: x[:-1])),
+        "one length too few": spoilt("cache_seqlens", lambda x: x[:-1]),
+        "one place too few": spoilt("workspace_starts", lambda x: x[:-1]),
+        "one start too few": spoilt("seq_starts", lambda x: x[:-1]),
     },
     changes=gather_changes,
     writes=True,
@@ -227,8 +227,8 @@ QUANTIZE = Operation(
     out=lambda out: ((1, 1), (0, 0), (0, 0), (0, 0)),
     empty={"no blocks": (lambda a: {"k_cache": a["k_cache"][:0]}, {"cache": 0})},
     bad={
-        "another layout": (ValueError, "layout", put("layout", "v33")),
-        "layout of another width": (ValueError, "k_cache", replaced("k_cache", lambda x: x[..., :448])),
+        "another layout": wrong_value("layout", "v33"),
+        "layout of another width": spoilt("k_cache", lambda x: x[..., :448]),
     },
     changes=quantize_changes,
 )
@@ -267,7 +267,7 @@ DEQUANTIZE = Operation(
     arrays=("cache",),
     floats=lambda case: (),
     empty={"no blocks": (lambda a: {"cache": a["cache"][:0]}, {"k_cache": 0})},
-    bad={"another layout": (ValueError, "layout", put("layout", "v33"))},
+    bad={"another layout": wrong_value("layout", "v33")},
     changes=dequantize_changes,
 )
 
@@ -331,12 +331,8 @@ CONVERT = Operation(
         "no columns": (lambda a: {"indices": a["indices"][..., :0]}, {"slots": 2}),
     },
     bad={
-        "page of 0 tokens": (ValueError, "page_block_size", put("page_block_size", 0)),
-        "another number of requests": (
-            ValueError,
-            "request_ids",
-            replaced("request_ids", lambda x: x[:-1]),
-        ),
+        "page of 0 tokens": wrong_value("page_block_size", 0),
+        "another number of requests": spoilt("request_ids", lambda x: x[:-1]),
     },
     changes=convert_changes,
 )

@@ -257,14 +257,14 @@ def slices(result: Any) -> Pads:
     return (*((1, 1),) * (result.ndim - 1), (8, 8 + -result.shape[-1] % 8))
 
 
-def replaced(name: str, change: Callable[[Any], Any]) -> Callable[[Arguments], Arguments]:
-    """A change of one argument, for `Operation.bad`."""
-    return lambda arguments: {name: change(arguments.get(name))}
+def spoilt(name: str, change: Callable[[Any], Any], error: type[Exception] = ValueError) -> Bad:
+    """A wrong argument that is made of the right one."""
+    return error, name, lambda arguments: {name: change(arguments.get(name))}
 
 
-def put(name: str, value: Any) -> Callable[[Arguments], Arguments]:
-    """One argument given or given anew, for `Operation.bad`."""
-    return lambda arguments: {name: value}
+def wrong_value(name: str, value: Any, error: type[Exception] = ValueError) -> Bad:
+    """A value that an argument must not have."""
+    return error, name, lambda arguments: {name: value}
 
 
 # ---- bits

@@ -11,7 +11,7 @@ import torch
 import rawmla
 from kit.mha import MhaCase, MhaInputs, check_mha, covered_rows, make_mha_inputs
 
-from .core import Arguments, Call, Operation, assert_same_bits, put, replaced, slices
+from .core import Arguments, Call, Operation, assert_same_bits, slices, spoilt, wrong_value
 
 CANARY = -7.0
 
@@ -190,13 +190,13 @@ ARRAYS = ("q", "k", "v", "attn_sink", "alibi_slopes")
 OF_SEGMENTS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
 ROWS = ("wide", "columns", "permuted", "unaligned", "odd")
 BAD = {
-    "scale 0": (ValueError, "softmax_scale", put("softmax_scale", 0.0)),
-    "softcap below 0": (ValueError, "softcap", put("softcap", -1.0)),
-    "dropout": (ValueError, "dropout_p", put("dropout_p", 0.1)),
+    "scale 0": wrong_value("softmax_scale", 0.0),
+    "softcap below 0": wrong_value("softcap", -1.0),
+    "dropout": wrong_value("dropout_p", 0.1),
 }
 UNPACKED_BAD = {
-    "v of other heads": (ValueError, "v", replaced("v", lambda x: x[..., :1, :])),
-    "k of another dtype": (TypeError, "k", replaced("k", lambda x: x.half())),
+    "v of other heads": spoilt("v", lambda x: x[..., :1, :]),
+    "k of another dtype": spoilt("k", lambda x: x.half(), TypeError),
 }
 
 MHA = Operation(

@@ -11,11 +11,11 @@ import torch
 
 import rawmla
 from kit.mha import MhaCase, MhaInputs, in_gaps, make_mha_inputs
-from kit.mha_backward import MhaGradients, check_mha_backward, exact_results, make_mha_gradients
+from kit.mha_backward import Gradients, check_mha_backward, exact_results, make_mha_gradients
 from rawmla.api import dense_backward
 from rawmla.kernels.mha_backward_variants import Needs
 
-from .core import Arguments, Call, Operation, assert_rounded_alike, assert_same_bits, put, slices
+from .core import Arguments, Call, Operation, assert_rounded_alike, assert_same_bits, slices, wrong_value
 from .dense import (
     IN_PLACE,
     MANY,
@@ -37,8 +37,8 @@ NAMES = ("dq", "dk", "dv", "dsink")
 class BackwardInputs:
     """The arrays of a backward call: those of the forward, its results, and what it begins with."""
 
-    inputs: MhaInputs
-    gradients: MhaGradients
+    inputs: Any  # MhaInputs, or FlexInputs
+    gradients: Gradients
     results: tuple[Any, Any]  # out and lse
 
 
@@ -276,7 +276,7 @@ MHA_BACKWARD = Operation(
             {"dq": 0, "dk": 0, "dv": 0},
         ),
     },
-    bad={"scale 0": (ValueError, "softmax_scale", put("softmax_scale", 0.0))},
+    bad={"scale 0": wrong_value("softmax_scale", 0.0)},
     changes=dense_backward_changes,
 )
 

@@ -19,7 +19,7 @@ from kit.flex import (
     make_flex_inputs,
 )
 
-from .core import LISTS, Arguments, Call, Operation, assert_same_bits, put, replaced, slices
+from .core import LISTS, Arguments, Call, Operation, assert_same_bits, slices, spoilt, wrong_value
 from .dense import ROWS, assert_untouched_around, renew
 
 Results = tuple[Any, Any, Any]
@@ -259,9 +259,9 @@ FLEX = Operation(
         )
     },
     bad={
-        "scale NaN": (ValueError, "scale", put("scale", float("nan"))),
-        "key of another dtype": (TypeError, "key", replaced("key", lambda x: x.double())),
-        "value of other heads": (ValueError, "value", replaced("value", lambda x: x[:, :1])),
+        "scale NaN": wrong_value("scale", float("nan")),
+        "key of another dtype": spoilt("key", lambda x: x.double(), TypeError),
+        "value of other heads": spoilt("value", lambda x: x[:, :1]),
     },
     changes=flex_changes,
 )
@@ -285,8 +285,8 @@ BLOCK_MASK = Operation(
     kernels=("block_mask_states", "block_mask_lists"),
     graph_cases=(replace(CHANGING, score=""),),
     bad={
-        "block of 0": (ValueError, "BLOCK_SIZE", put("BLOCK_SIZE", 0)),
-        "no function": (TypeError, "mask_mod", put("mask_mod", 3)),
+        "block of 0": wrong_value("BLOCK_SIZE", 0),
+        "no function": wrong_value("mask_mod", 3, TypeError),
     },
     changes=mask_changes,
 )

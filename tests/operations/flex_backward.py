@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,7 +12,6 @@ import torch
 import rawmla
 from kit.flex import FlexCase, FlexInputs
 from kit.flex_backward import (
-    FlexGradients,
     captured_tensors,
     check_flex_backward,
     exact_results,
@@ -20,22 +19,10 @@ from kit.flex_backward import (
     make_flex_gradients,
 )
 
-from .core import LISTS, Arguments, Call, Operation, assert_same_bits, put
+from .core import Arguments, Call, Operation, assert_same_bits, wrong_value
 from .dense import ROWS
-from .dense_backward import BackwardCase
+from .dense_backward import BackwardCase, BackwardInputs
 from .flex import BIASED, CASES, CHANGING, FEW, SMALL_BLOCKS, change_everything, flex_arguments
-
-ALL_LISTS = LISTS
-
-
-@dataclass
-class BackwardInputs:
-    """The arrays of a backward call: those of the forward, its results, and what it begins with."""
-
-    inputs: FlexInputs
-    gradients: FlexGradients
-    results: tuple[Any, Any]  # out and lse
-
 
 # ---- calls
 
@@ -161,7 +148,7 @@ FLEX_BACKWARD = Operation(
     odd_last=ARRAYS,
     copied=("grad_out",),
     ordered_like="query",
-    bad={"scale NaN": (ValueError, "scale", put("scale", float("nan")))},
+    bad={"scale NaN": wrong_value("scale", float("nan"))},
     changes=flex_backward_changes,
 )
 

@@ -10,7 +10,7 @@ import torch
 
 from kit import torch_reference
 
-from .core import Call, Operation, Sizes, replaced
+from .core import Call, Operation, Sizes, spoilt
 
 MERGE_CASES = (
     Sizes("3_parts", "bfloat16", 3),
@@ -98,8 +98,8 @@ MERGE = Operation(
     },
     bad={
         "no parts": (ValueError, "lses", lambda a: {"outs": [], "lses": []}),
-        "one lse too few": (ValueError, "lses", replaced("lses", lambda x: x[:-1])),
-        "a tensor of parts": (TypeError, "outs", replaced("outs", lambda x: torch.stack(x))),
+        "one lse too few": spoilt("lses", lambda x: x[:-1]),
+        "a tensor of parts": spoilt("outs", lambda x: torch.stack(x), TypeError),
     },
     changes=merge_changes,
 )

@@ -21,7 +21,7 @@ from kit import (
 )
 from kit.generators import GARBAGE_PAGE, SHARP_FACTOR
 
-from .core import Bad, Call, Operation, put, replaced
+from .core import Bad, Call, Operation, spoilt, wrong_value
 
 PLAN_NAMES = (
     "cache_seqlens",
@@ -198,44 +198,28 @@ def dense_changes(call: Call) -> Iterator[None]:
 
 
 DENSE_BAD: dict[str, Bad] = {
-    "q float32": (TypeError, "q", replaced("q", lambda x: x.float())),
-    "k_cache of another dtype": (TypeError, "k_cache", replaced("k_cache", lambda x: x.half())),
-    "d_qk 320": (ValueError, "q", replaced("q", lambda x: x[..., :320])),
-    "k_cache of another d_qk": (ValueError, "k_cache", replaced("k_cache", lambda x: x[..., :512])),
-    "page of 48 tokens": (ValueError, "k_cache", replaced("k_cache", lambda x: x[:, :48])),
-    "k_cache with odd strides": (
-        ValueError,
-        "k_cache",
-        replaced("k_cache", lambda x: torch.nn.functional.pad(x, (0, 1))[..., :576]),
-    ),
-    "one table row too few": (ValueError, "block_table", replaced("block_table", lambda x: x[:-1])),
-    "one length too few": (ValueError, "cache_seqlens", replaced("cache_seqlens", lambda x: x[:-1])),
-    "head_dim_v 256": (ValueError, "head_dim_v", replaced("head_dim_v", lambda x: 256)),
-    "scale 0": (ValueError, "softmax_scale", replaced("softmax_scale", lambda x: 0.0)),
-    "scale NaN": (ValueError, "softmax_scale", replaced("softmax_scale", lambda x: float("nan"))),
-    "plan of 7 columns": (
-        ValueError,
-        "tile_scheduler_metadata",
-        replaced("tile_scheduler_metadata", lambda x: x[:, :7].contiguous()),
-    ),
-    "plan of int64": (
-        TypeError,
-        "tile_scheduler_metadata",
-        replaced("tile_scheduler_metadata", lambda x: x.long()),
-    ),
-    "num_splits missing": (ValueError, "num_splits", replaced("num_splits", lambda x: None)),
-    "num_splits too short": (ValueError, "num_splits", replaced("num_splits", lambda x: x[:-1])),
-    "topk_length without indices": (
-        ValueError,
-        "topk_length",
-        lambda a: {"topk_length": torch.zeros(5, dtype=torch.int32, device=a["q"].device)},
-    ),
+    "q float32": spoilt("q", lambda x: x.float(), TypeError),
+    "k_cache of another dtype": spoilt("k_cache", lambda x: x.half(), TypeError),
+    "d_qk 320": spoilt("q", lambda x: x[..., :320]),
+    "k_cache of another d_qk": spoilt("k_cache", lambda x: x[..., :512]),
+    "page of 48 tokens": spoilt("k_cache", lambda x: x[:, :48]),
+    "k_cache with odd strides": spoilt("k_cache", lambda x: torch.nn.functional.pad(x, (0, 1))[..., :576]),
+    "one table row too few": spoilt("block_table", lambda x: x[:-1]),
+    "one length too few": spoilt("cache_seqlens", lambda x: x[:-1]),
+    "head_dim_v 256": wrong_value("head_dim_v", 256),
+    "scale 0": wrong_value("softmax_scale", 0.0),
+    "scale NaN": wrong_value("softmax_scale", float("nan")),
+    "plan of 7 columns": spoilt("tile_scheduler_metadata", lambda x: x[:, :7].contiguous()),
+    "plan of int64": spoilt("tile_scheduler_metadata", lambda x: x.long(), TypeError),
+    "num_splits missing": wrong_value("num_splits", None),
+    "num_splits too short": spoilt("num_splits", lambda x: x[:-1]),
+    "topk_length without indices": (ValueError, "topk_length", lambda a: {"topk_length": a["cache_seqlens"]}),
     "indices with causal": (
         ValueError,
         "causal",
         lambda a: {"indices": torch.zeros(5, 2, 64, dtype=torch.int32, device=a["q"].device)},
     ),
-    "FP8 without indices": (NotImplementedError, "is_fp8_kvcache", put("is_fp8_kvcache", True)),
+    "FP8 without indices": wrong_value("is_fp8_kvcache", True, NotImplementedError),
 }
 
 QUERY_STRIDES = ("wide", "columns", "permuted", "unaligned", "odd")

@@ -21,7 +21,7 @@ from kit import (
 from kit.generators import SHARP_FACTOR
 from kit.sparse import INT_MAX, block_fields
 
-from .core import Arguments, Call, Operation, put, replaced
+from .core import Arguments, Call, Operation, spoilt, wrong_value
 from .mla_decode import QUERY_STRIDES
 from .mla_sparse import CLUSTER_KERNELS, rounds_keys
 
@@ -206,14 +206,15 @@ def prefill_operation(layout: str, *, clusters: bool = False) -> Operation:
             )
         },
         bad={
-            "d_v 256": (ValueError, "d_v", put("d_v", 256)),
-            "scale 0": (ValueError, "sm_scale", put("sm_scale", 0.0)),
-            "another base": (ValueError, "log_base", put("log_base", "10")),
-            "q float16": (TypeError, "q", replaced("q", lambda x: x.half())),
-            "one length too few": (ValueError, "topk_length", replaced("topk_length", lambda x: x[:-1])),
-            "one sink too few": (ValueError, "attn_sink", replaced("attn_sink", lambda x: x[:-1])),
-            "no columns of indices": (ValueError, "indices", replaced("indices", lambda x: x[..., :0])),
-            "indices of other tokens": (ValueError, "indices", replaced("indices", lambda x: x[:-1])),
+            "d_v 256": wrong_value("d_v", 256),
+            "scale 0": wrong_value("sm_scale", 0.0),
+            "no scale": wrong_value("sm_scale", None, TypeError),
+            "another base": wrong_value("log_base", "10"),
+            "q float16": spoilt("q", lambda x: x.half(), TypeError),
+            "one length too few": spoilt("topk_length", lambda x: x[:-1]),
+            "one sink too few": spoilt("attn_sink", lambda x: x[:-1]),
+            "no columns of indices": spoilt("indices", lambda x: x[..., :0]),
+            "indices of other tokens": spoilt("indices", lambda x: x[:-1]),
         },
         changes=prefill_changes,
         clusters=clusters,

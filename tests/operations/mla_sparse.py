@@ -23,7 +23,7 @@ from kit.generators import SHARP_FACTOR
 from kit.sparse import INT_MAX
 from rawmla.kernels.mla_sparse import FEW_HEADS
 
-from .core import Arguments, Bad, Call, Operation, put, replaced
+from .core import Arguments, Bad, Call, Operation, spoilt, wrong_value
 from .mla_decode import PLAN_NAMES, QUERY_STRIDES, lengths_to_try
 
 # ---- calls
@@ -115,6 +115,10 @@ def sparse_check(inputs: SparseInputs, got: tuple[Any, Any], want: tuple[Any, An
 FULL = 2**20  # longer than any row of indices
 EXTRA: Arguments = {"extra_topk": 70, "extra_page_block_size": 2, "extra_lengths": "random"}
 SPARSE_SHAPE: Arguments = {"b": 4, "s_q": 2, "h_q": 16, "s_k": 300, "topk": 133, "page_block_size": 53}
+WITH_EXTRA: Arguments = {"layout": "model1", "s_q": 2, "h_q": 64, "sink": True, "extra_page_block_size": 2}
+SMALL_EXTRA: Arguments = {**WITH_EXTRA, "h_q": 9, "s_k": 200, "page_block_size": 61, "extra_s_k": 100}
+FULL_12: Arguments = {"b": 12, "lengths": (FULL,) * 12, "extra_lengths": (FULL,) * 12}
+RANDOM: Arguments = {"lengths": "random", "extra_lengths": "random"}
 SPARSE_CASES: dict[str, tuple[SparseCase, ...]] = {
     "v32": (
         SparseCase(b=4, s_q=3, h_q=128, topk=133, lengths="random", sink=True, **EXTRA),
@@ -140,20 +144,7 @@ SPARSE_RERUN_CASES = {
     ),
     "model1": (
         SparseCase(b=1, h_q=128, s_k=20000, topk=16384, layout="model1", sharp=True),
-        SparseCase(
-            b=64,
-            s_q=2,
-            h_q=64,
-            topk=128,
-            layout="model1",
-            block_gap=1,
-            lengths="random",
-            extra_topk=500,
-            extra_s_k=900,
-            extra_page_block_size=2,
-            extra_lengths="random",
-            sink=True,
-        ),
+        SparseCase(b=64, topk=128, block_gap=1, extra_topk=500, extra_s_k=900, **WITH_EXTRA, **RANDOM),
     ),
     "bf16": (
         SparseCase(b=33, h_q=66, s_k=2500, topk=2051, layout="bf16", d_qk=576),
@@ -164,21 +155,7 @@ SPARSE_GRAPH_CASES = {
     "v32": (SparseCase(b=6, s_q=2, h_q=16, s_k=2500, topk=2048, lengths=(FULL,) * 6),),
     "model1": (
         SparseCase(b=1, h_q=128, s_k=9000, topk=8192, layout="model1", lengths=(FULL,), sink=True),
-        SparseCase(
-            b=12,
-            s_q=2,
-            h_q=64,
-            s_k=700,
-            topk=130,
-            layout="model1",
-            block_gap=1,
-            lengths=(FULL,) * 12,
-            extra_s_k=1000,
-            extra_topk=700,
-            extra_page_block_size=2,
-            extra_lengths=(FULL,) * 12,
-            sink=True,
-        ),
+        SparseCase(s_k=700, topk=130, block_gap=1, extra_s_k=1000, extra_topk=700, **WITH_EXTRA, **FULL_12),
     ),
     "bf16": (SparseCase(b=70, h_q=66, s_k=900, topk=600, layout="bf16", d_qk=576, lengths=(FULL,) * 70),),
 }
@@ -190,20 +167,7 @@ SPARSE_INVARIANT_CASES = {
         ),
     ),
     "model1": (
-        SparseCase(
-            b=64,
-            s_q=2,
-            h_q=64,
-            topk=300,
-            layout="model1",
-            lengths="random",
-            extra_topk=1500,
-            extra_s_k=1600,
-            extra_page_block_size=2,
-            extra_lengths="random",
-            sink=True,
-            sharp=True,
-        ),
+        SparseCase(b=64, topk=300, sharp=True, extra_topk=1500, extra_s_k=1600, **WITH_EXTRA, **RANDOM),
     ),
     "bf16": (
         SparseCase(b=64, s_q=2, h_q=128, s_k=1500, topk=1000, lengths="random", layout="bf16", d_qk=512),
@@ -219,20 +183,13 @@ SPARSE_SMALL_CASES = {
     "model1": (
         SparseCase(b=1, h_q=128, s_k=700, topk=650, layout="model1", page_block_size=53, sharp=True),
         SparseCase(
+            **SMALL_EXTRA,
             b=3,
-            s_q=2,
-            h_q=9,
-            s_k=200,
             topk=130,
-            layout="model1",
-            page_block_size=61,
             block_gap=1,
             lengths=(1, 0, 300),
-            extra_s_k=100,
             extra_topk=65,
-            extra_page_block_size=2,
             extra_lengths=(0, 0, 64),
-            sink=True,
         ),
     ),
     "bf16": (
@@ -304,20 +261,16 @@ def sparse_changes(call: Call) -> Iterator[None]:
 
 
 SPARSE_BAD: dict[str, Bad] = {
-    "causal": (ValueError, "causal", put("causal", True)),
-    "q float16": (TypeError, "q", replaced("q", lambda x: x.half())),
-    "one length too few": (ValueError, "topk_length", replaced("topk_length", lambda x: x[:-1])),
-    "one sink too few": (ValueError, "attn_sink", replaced("attn_sink", lambda x: x[:-1])),
-    "head_dim_v 256": (ValueError, "head_dim_v", put("head_dim_v", 256)),
-    "scale 0": (ValueError, "softmax_scale", put("softmax_scale", 0.0)),
-    "no columns of indices": (ValueError, "indices", replaced("indices", lambda x: x[..., :0])),
-    "indices of another batch": (ValueError, "indices", replaced("indices", lambda x: x[:-1])),
-    "plan of 7 columns": (
-        ValueError,
-        "tile_scheduler_metadata",
-        replaced("tile_scheduler_metadata", lambda x: x[:, :7].contiguous()),
-    ),
-    "num_splits too short": (ValueError, "num_splits", replaced("num_splits", lambda x: x[:-1])),
+    "causal": wrong_value("causal", True),
+    "q float16": spoilt("q", lambda x: x.half(), TypeError),
+    "one length too few": spoilt("topk_length", lambda x: x[:-1]),
+    "one sink too few": spoilt("attn_sink", lambda x: x[:-1]),
+    "head_dim_v 256": wrong_value("head_dim_v", 256),
+    "scale 0": wrong_value("softmax_scale", 0.0),
+    "no columns of indices": spoilt("indices", lambda x: x[..., :0]),
+    "indices of another batch": spoilt("indices", lambda x: x[:-1]),
+    "plan of 7 columns": spoilt("tile_scheduler_metadata", lambda x: x[:, :7].contiguous()),
+    "num_splits too short": spoilt("num_splits", lambda x: x[:-1]),
 }
 
 

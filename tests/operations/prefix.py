@@ -11,7 +11,7 @@ import torch
 import rawmla
 from kit.prefix import PrefixCase, PrefixInputs, check_prefix, make_prefix_inputs, written_rows
 
-from .core import Arguments, Call, Operation, Pads, put, replaced
+from .core import Arguments, Call, Operation, Pads, wrong_value
 
 CANARY = 0x5A  # finite in every dtype of o
 
@@ -252,9 +252,9 @@ def prefix_operation(
             )
         },
         bad={
-            "scale 0": (ValueError, "sm_scale", put("sm_scale", 0.0)),
-            "another cache": (ValueError, "kv_cache_dtype", put("kv_cache_dtype", "fp4")),
-            "one length too few": (ValueError, "b_start_loc", replaced("b_seq_len", lambda x: x[:-1])),
+            "scale 0": wrong_value("sm_scale", 0.0),
+            "another cache": wrong_value("kv_cache_dtype", "fp4"),
+            "one length too few": (ValueError, "b_start_loc", lambda a: {"b_seq_len": a["b_seq_len"][:-1]}),
         },
         changes=prefix_changes,
         writes=True,
