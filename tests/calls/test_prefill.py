@@ -9,7 +9,6 @@ import pytest
 
 import rawmla
 from calls.fakes import (
-    COPY,
     H_Q,
     PAGE,
     S_KV,
@@ -116,21 +115,6 @@ def test_strides(
     if isinstance(value, dict):
         got = {name: getattr(got, name) for name in value}
     assert got == value and not world.framework.copied
-
-
-@pytest.mark.parametrize(
-    "changes",
-    ({"strides": (-H_Q * 576, 576, 1)}, {"strides": (0, 576, 1)}),
-    ids=("negative", "expanded"),
-)
-def test_q_that_is_copied(world: World, changes: Arguments) -> None:
-    arguments = prefill_arguments()
-    change("q", **changes)(arguments)
-    prefill(**arguments)
-    (args,) = world.sparse
-    assert world.framework.copied == [arguments["q"]]
-    assert (args.q, args.q_rope) == (COPY, COPY + 2 * 512)
-    assert args.q_strides == args.q_rope_strides == (H_Q * 576, 0, 576)
 
 
 @pytest.mark.parametrize("limited", (False, True))

@@ -20,6 +20,7 @@ from calls.fakes import (
     sparse_arguments,
 )
 from calls.suite import all_arguments, stand_in, tensors_of
+from calls.test_decode import plan_without_config
 from calls.test_flex import L, S, plain, table
 from calls.test_flex_backward import mask_of
 from operations import Operation
@@ -33,14 +34,9 @@ from rawmla.kernels import mha_backward, mha_forward
 decode = rawmla.flash_mla_with_kvcache
 
 
-def plan_without_class() -> Any:
-    """A plan object of another library."""
-    return SimpleNamespace(have_initialized=False, config=None, tile_scheduler_metadata=None, num_splits=None)
-
-
 @pytest.mark.parametrize("make", (dense_arguments, sparse_arguments), ids=("dense", "sparse"))
 @pytest.mark.parametrize("filled", (False, True))
-@pytest.mark.parametrize("plan_class", (rawmla.FlashMLASchedMeta, plan_without_class))
+@pytest.mark.parametrize("plan_class", (rawmla.FlashMLASchedMeta, plan_without_config))
 def test_plan_objects(world: World, make: Callable[[], Any], filled: bool, plan_class: Any) -> None:
     """One is not filled, and the call itself takes it afterwards."""
     plan = plan_class()
