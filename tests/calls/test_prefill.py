@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import rawmla
-from calls.fakes import H_Q, PAGE, S_KV, SM_COUNT, TOPK, Arguments, FakeArray, World, change, prefill_arguments
+from calls.fakes import H_Q, PAGE, SM_COUNT, TOPK, Arguments, FakeArray, World, change, prefill_arguments
 from calls.fakes import PREFILL_S_Q as S_Q
 from calls.refusals import Refusal, check_all_refused
 from rawmla.kernels import mla_metadata as metadata
@@ -39,8 +39,8 @@ ROWS: list[Refusal] = [
     ("q", ValueError, "576 or 512", {"shape": (S_Q, H_Q, 128)}),
     ("q", ValueError, "at least 1 head", {"shape": (S_Q, 0, 576)}),
     ("kv", TypeError, "is_fp8_kvcache=False", {"dtype": "uint8"}),
-    ("kv", ValueError, "[s_kv, 1, 576]", {"shape": (S_KV, 2, 576)}),
-    ("kv", ValueError, "[s_kv, 1, 576]", {"shape": (S_KV, 1, 512)}),
+    ("kv", ValueError, "[s_kv, 1, 576]", {"shape": (9, 2, 576)}),
+    ("kv", ValueError, "[s_kv, 1, 576]", {"shape": (9, 1, 512)}),
     ("kv", ValueError, "at least 1 token", {"shape": (0, 1, 576)}),
     ("kv", ValueError, "16-byte aligned", {"ptr": 0x2008}),
     ("kv", ValueError, "multiple of 8", {"strides": (580, 580, 1)}),
