@@ -213,7 +213,7 @@ def test_a_last_dimension_with_steps_is_copied(world: World) -> None:
 
 def test_torchs_mask_of_everything(world: World) -> None:
     """It has one huge block, and lengths of (1, 1)."""
-    mask = mask_of(rows=1, columns=1, BLOCK_SIZE=2**30)
+    mask = mask_of(size=2**30)
     mask.seq_lengths = (1, 1)
     call(plain(), block_mask=mask)
     launch = only(world)
@@ -243,7 +243,7 @@ def test_torchs_mask(world: World) -> None:
 def test_wide_heads_have_tiles_of_64_keys(world: World, d: int) -> None:
     arguments = plain()
     shapes(query=(*Q[:3], d), key=(*K[:3], d), value=(*V[:3], d))(arguments)
-    call(arguments, block_mask=mask_of(columns=8, BLOCK_SIZE=(128, 64)))
+    call(arguments, block_mask=mask_of(size=(128, 64)))
     assert world.flex[0].call.mods.lists.block_k == 64 and not world.enqueued
 
 
@@ -310,8 +310,8 @@ def of_128(leading: tuple[int, ...], lines: int, entries: int) -> BlockLists:
 @pytest.mark.parametrize("leading", ((1, 1), (B, 4)), ids=str)
 def test_other_blocks(world: World, size: tuple[int, int], leading: tuple[int, int]) -> None:
     rows, columns = -(-L // size[0]), -(-S // size[1])
-    mask = mask_of(*leading, rows=rows, columns=columns, BLOCK_SIZE=size)
-    mask.mask_mod = rawmla.CudaMod("q_idx * x >= kv_idx", {"x": 2.5})
+    mask_mod = rawmla.CudaMod("q_idx * x >= kv_idx", {"x": 2.5})
+    mask = mask_of(*leading, size=size, mask_mod=mask_mod)
     call(plain(), block_mask=mask)
     launch = only(world)
     clear = check_recut(world, launch, launch.more[1:5], leading, (L, S), size)
@@ -332,11 +332,8 @@ def test_other_blocks(world: World, size: tuple[int, int], leading: tuple[int, i
     assert first.scratch != second.scratch and first.more[1:] != second.more[1:]
 
 
-SMALL = {"rows": 10, "columns": 16, "BLOCK_SIZE": 32}
-
-
 def test_other_blocks_without_full_lists_and_function(world: World) -> None:
-    call(plain(), block_mask=mask_of(full=False, mask_mod=rawmla.noop_mask, **SMALL))
+    call(plain(), block_mask=mask_of(full=False, mask_mod=rawmla.noop_mask, size=32))
     scatter = read_struct(mask_kernels.SCATTER_PARAMS, world.enqueued[1].params)
     assert (scatter["full_kv_num_blocks"], scatter["list_columns"]) == (0, (16, 0))
     launch = only(world)
@@ -351,5 +348,5 @@ def test_kernels_are_loaded_before_anything_is_made(world: World, monkeypatch: p
 
     monkeypatch.setattr(jit, "get_kernel", get_kernel)
     with pytest.raises(rawmla.KernelNotReadyError):
-        call(plain(), block_mask=mask_of(**SMALL))
+        call(plain(), block_mask=mask_of(size=32))
     assert world.untouched

@@ -21,8 +21,7 @@ from calls.fakes import (
 )
 from calls.suite import all_arguments, stand_in, tensors_of
 from calls.test_decode import plan_without_config
-from calls.test_flex import L, S, plain, table
-from calls.test_flex_backward import mask_of
+from calls.test_flex import L, S, mask_of, plain, table
 from operations import Operation
 from operations.dense import MHA, MHA_KV, MHA_QKV, MHA_VARLEN
 from rawmla import jit
