@@ -81,12 +81,10 @@ def change_list(name: str, **changes: Any) -> Callable[[Arguments], None]:
     return apply
 
 
-def few_lines(letters: str, *shape: int) -> Callable[[Arguments], None]:
-    """Give lists of partial blocks this number of lines and of entries."""
-    return both(
-        change_list(f"{letters}_indices", shape=(1, 1, *shape)),
-        change_list(f"{letters}_num_blocks", shape=(1, 1, *shape[:1])),
-    )
+def resize(letters: str, *shape: int) -> Callable[[Arguments], None]:
+    """Give lists of one kind of blocks another shape, and their counts the one that fits it."""
+    names = f"{letters}_indices", f"{letters}_num_blocks"
+    return both(change_list(names[0], shape=shape), change_list(names[1], shape=shape[:-1]))
 
 
 def capture(**changes: Any) -> Callable[[Arguments], None]:
@@ -152,25 +150,12 @@ REFUSALS: list[Refusal] = [
             (TypeError, "int32 ... float", change_list(name, dtype="float32")),
         )
     ],
-    (
-        "block_mask.kv_indices",
-        ValueError,
-        "[B, H, rows, columns] ... [1, 1, 4]",
-        change_list("kv_num_blocks", shape=(1, 1, 4)),
-    ),
+    ("block_mask.kv_indices", ValueError, "[B, H, rows, col", change_list("kv_num_blocks", shape=(1, 1, 4))),
     ("block_mask.full_kv_indices", ValueError, "[1, 2]", change_list("full_kv_num_blocks", shape=(1, 2))),
     ("block_mask.kv_indices", ValueError, "[1, 1, 1, 3, 4]", put("block_mask", mask_of(1, 1, 1))),
-    ("block_mask.kv_indices", ValueError, "at least 3 rows", few_lines("kv", 2, COLUMNS)),
+    ("block_mask.kv_indices", ValueError, "at least 3 rows", resize("kv", 1, 1, 2, COLUMNS)),
     ("block_mask.kv_indices", ValueError, "one batch and head", put("block_mask", mask_of(1, 0))),
-    (
-        "block_mask",
-        ValueError,
-        "(1, 1) ... (1, 8)",
-        both(
-            change_list("full_kv_indices", shape=(1, HQ, ROWS, COLUMNS)),
-            change_list("full_kv_num_blocks", shape=(1, HQ, ROWS)),
-        ),
-    ),
+    ("block_mask", ValueError, "(1, 1) ... (1, 8)", resize("full_kv", 1, HQ, ROWS, COLUMNS)),
     ("block_mask", ValueError, "2 and 8 ... 1 and 5", put("block_mask", mask_of(1, 5))),
     ("score_mod", TypeError, "CUDA text ... int 3", put("score_mod", 3)),
     ("code", TypeError, "CUDA text ... ''", put("score_mod", "")),

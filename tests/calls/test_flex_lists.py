@@ -30,10 +30,10 @@ from calls.test_flex import (
     S,
     V,
     call,
-    change_list,
     mask_of,
     only,
     plain,
+    resize,
 )
 from rawmla import jit
 from rawmla.flex.block_mask import _unset_mask
@@ -45,6 +45,13 @@ class TestKnownLists:
     """Lists that passed the checks of a call before: what else they and their mask become is seen."""
 
     QKV = ("query", "key", "value")
+
+    @pytest.fixture
+    def mask(self, world: World) -> Any:
+        """A mask that a call knows."""
+        mask = mask_of()
+        call(plain(), block_mask=mask)
+        return mask
 
     def reads(self, world: World, mask: Any) -> list[str]:
         """What a call reads."""
@@ -64,18 +71,14 @@ class TestKnownLists:
         assert self.reads(world, same_lists) == []
 
     @pytest.mark.parametrize("name", LISTS)
-    def test_another_list_or_address(self, world: World, name: str) -> None:
-        mask = mask_of()
-        self.reads(world, mask)
+    def test_another_list_or_address(self, world: World, mask: Any, name: str) -> None:
         setattr(mask, name, getattr(mask, name).but(ptr=0xE000))
         assert self.reads(world, mask) == MASK_LISTS
         getattr(mask, name).ptr = 0xF000
         assert self.reads(world, mask) == MASK_LISTS
         assert self.addresses(world)[LISTS.index(name)] == 0xF000
 
-    def test_another_shape(self, world: World) -> None:
-        mask = mask_of()
-        self.reads(world, mask)
+    def test_another_shape(self, world: World, mask: Any) -> None:
         mask.kv_indices.shape = (1, 1, ROWS, COLUMNS - 1)
         assert self.reads(world, mask) == MASK_LISTS
         assert world.flex[-1].call.mods.lists.columns == (COLUMNS - 1, COLUMNS)
@@ -83,9 +86,7 @@ class TestKnownLists:
         with pytest.raises(ValueError, match=r"^block_mask\.kv_indices"):
             call(plain(), block_mask=mask)
 
-    def test_no_full_lists_any_more(self, world: World) -> None:
-        mask = mask_of()
-        self.reads(world, mask)
+    def test_no_full_lists_any_more(self, world: World, mask: Any) -> None:
         mask.full_kv_num_blocks = mask.full_kv_indices = None
         assert self.reads(world, mask) == MASK_LISTS[:2] and self.addresses(world)[2:] == (0, 0)
 
@@ -99,16 +100,12 @@ class TestKnownLists:
             ("full_kv_indices", None),
         ),
     )
-    def test_what_is_refused(self, world: World, name: str, value: Any) -> None:
-        mask = mask_of()
-        self.reads(world, mask)
+    def test_what_is_refused(self, world: World, mask: Any, name: str, value: Any) -> None:
         setattr(mask, name, value)
         with pytest.raises(ValueError, match="^block_mask: expected"):
             call(plain(), block_mask=mask)
 
-    def test_another_function(self, world: World) -> None:
-        mask = mask_of()
-        self.reads(world, mask)
+    def test_another_function(self, world: World, mask: Any) -> None:
         mask.mask_mod = rawmla.CudaMod("q_idx > kv_idx")
         assert self.reads(world, mask) == [] and "q_idx > kv_idx" in world.flex[-1].call.mods.header[1]
 
@@ -166,8 +163,8 @@ def test_leading_dimensions(world: World, leading: tuple[int, ...]) -> None:
     """(batch, head, row) with steps of 0 where there is one only."""
     mask = mask_of(*leading)
     if not leading:
-        for name in LISTS:
-            change_list(name, shape=getattr(mask, name).shape[2:])({"block_mask": mask})
+        for letters in ("kv", "full_kv"):
+            resize(letters, ROWS, COLUMNS)({"block_mask": mask})
     found = lists_of(world, mask)
     b, h = (1, 1, *leading)[-2:]
     assert found.counts_strides == (steps(b, h, ROWS),) * 2

@@ -397,20 +397,21 @@ def test_object_of_a_sparse_call_in_place(world: World, extra: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "topk", "text"),
+    ("make", "options", "text"),
     (
-        (sparse_arguments, None, "256"),  # a plan of too few blocks would leave selected tokens out
-        (sparse_arguments, 192, "256"),
-        (sparse_arguments, 320, "256"),
-        (dense_arguments, 64, "expected None"),
+        (sparse_arguments, {"topk": None}, "topk: expected an int of 4 blocks of 64, such as 256, .*None"),
+        (sparse_arguments, {"topk": 192}, "topk: .* 256, .*, got 192"),  # it would leave selected tokens out
+        (sparse_arguments, {"topk": 320}, "topk: .* 256, .*, got 320"),
+        (dense_arguments, {"topk": 64}, "topk: expected None, .*, got 64"),
+        (dense_arguments, {"enable_batch_invariant": True}, "enable_batch_invariant: expected False"),
     ),
 )
-def test_object_of_another_topk(world: World, make: Make, topk: int | None, text: str) -> None:
+def test_object_of_another_kind_of_call(world: World, make: Make, options: Arguments, text: str) -> None:
     plan = rawmla.FlashMLASchedMeta()
     decode(**with_plan(make, plan))
-    with pytest.raises(ValueError, match=rf"^topk: expected .*, got {topk}$") as caught:
-        rawmla.get_mla_metadata(LENGTHS, S_Q * H_Q, 1, H_Q, topk=topk, out=plan)
-    assert text in str(caught.value) and len(world.plans) == 1
+    with pytest.raises(ValueError, match=f"^{text}"):
+        rawmla.get_mla_metadata(LENGTHS, S_Q * H_Q, 1, H_Q, **options, out=plan)
+    assert len(world.plans) == 1
 
 
 @each_class
@@ -490,14 +491,6 @@ def test_metadata_that_is_refused(world: World) -> None:
     with pytest.raises(TypeError, match="num_heads"):
         rawmla.get_mla_metadata(**good, num_heads=1)
     assert world.untouched
-
-
-def test_batch_invariant_differs_from_the_object(world: World) -> None:
-    plan = rawmla.FlashMLASchedMeta()
-    decode(**with_plan(dense_arguments, plan))
-    with pytest.raises(ValueError, match=r"^enable_batch_invariant: expected False"):
-        rawmla.get_mla_metadata(LENGTHS, 16, 2, out=plan, enable_batch_invariant=True)
-    assert len(world.plans) == 1
 
 
 @pytest.mark.parametrize("batch_invariant", (False, True))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import rawmla
+from calls import test_flex_backward as backward
 from calls.fakes import (
     Arguments,
     FakeArray,
@@ -160,22 +161,26 @@ def test_backward_that_is_refused(world: World) -> None:
 
 
 @pytest.mark.parametrize("size", (128, 32, 2**20))
-def test_flex_attention(world: World, size: int) -> None:
+@pytest.mark.parametrize(
+    ("function", "make"),
+    ((rawmla.flex_attention, plain), (rawmla.flex_attention_backward, backward.plain)),
+    ids=("forward", "backward"),
+)
+def test_flex_attention(world: World, function: Any, make: Callable[[], Arguments], size: int) -> None:
     """Its kernels are those of the call; captured arrays stay what they are, whatever their stream."""
     other = FakeFramework("other", stream=0x99)
-    captures = {"bias": table(framework=other), "limit": 0.5}
-    mod = rawmla.CudaMod("bias(h, q_idx) < limit", captures)
-    arguments = plain() | {"block_mask": mask_of(size=size, full=False, mask_mod=mod)}
-    arguments["score_mod"] = rawmla.CudaMod("score + limit * bias(h, kv_idx)", captures)
-    assert rawmla.warmup_call(rawmla.flex_attention, **arguments, return_lse=True) is None
-    (launch,) = world.flex
+    mod = rawmla.CudaMod("bias(h, q_idx) < limit", {"bias": table(framework=other), "limit": 0.5})
+    arguments = make() | {"block_mask": mask_of(size=size, full=False, mask_mod=mod)}
+    arguments["score_mod"] = backward.score_mod(framework=other)
+    rawmla.warmup_call(function, **arguments)
+    (launch,) = world.flex + world.flex_backward
     assert launch.stream == NO_LAUNCH and launch.addresses[:3] == (0x1000, 0x2000, 0x3000)
     assert {x.stream for x in world.enqueued} <= {NO_LAUNCH}
     assert not world.framework.allocated and not world.framework.copied
     loaded, other.stream = list(world.loaded), world.framework.stream
-    rawmla.flex_attention(**arguments, return_lse=True)
-    assert world.flex[1].call == launch.call and world.flex[1].stream == 0x51
-    assert world.loaded == loaded * 2
+    function(**arguments)
+    _, called = world.flex + world.flex_backward
+    assert called.call == launch.call and called.stream == 0x51 and world.loaded == loaded * 2
 
 
 @pytest.mark.parametrize("name", ("kv_num_blocks", "kv_indices"))
