@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -32,9 +33,11 @@ from calls.fakes import (
     World,
     both,
     change,
+    contiguous,
     dense_arguments,
     empty_plan_with,
     out_array,
+    prefill_arguments,
     put,
     sparse_arguments,
 )
@@ -51,6 +54,11 @@ INDICES = ("indices", "extra_indices_in_kvcache")
 def full_sparse() -> Arguments:
     """A sparse call with all that is optional."""
     return sparse_arguments(extra=True)
+
+
+def plan_without_config() -> Any:
+    """A plan of another library, of no class of plans."""
+    return SimpleNamespace(have_initialized=False, config=None, tile_scheduler_metadata=None, num_splits=None)
 
 
 both_kinds = pytest.mark.parametrize("make", (dense_arguments, full_sparse), ids=("dense", "sparse"))
@@ -72,7 +80,6 @@ def int64(*names: str) -> list[Refusal]:
 
 PLAN_ROWS: list[Refusal] = [
     *int64("tile_scheduler_metadata", "num_splits"),
-    ("head_dim_v", ValueError, "512", 576),
     ("out", ValueError, "multiples of 8", out_array(strides=(16448, 8224, 514, 1))),
     ("out", ValueError, "overlap", out_array(strides=(16384, 8192, 256, 1))),
     ("out", ValueError, "16-byte aligned address", out_array(ptr=0x7008)),
@@ -80,21 +87,12 @@ PLAN_ROWS: list[Refusal] = [
     ("tile_scheduler_metadata", ValueError, "1 to 65535 rows", {"shape": (65_536, 8)}),
     ("tile_scheduler_metadata", ValueError, "contiguous", {"strides": (16, 1)}),
     ("tile_scheduler_metadata", ValueError, "16-byte aligned", {"ptr": 0x5004}),
-    ("num_splits", ValueError, "int32 array", None),
-    (
-        "num_splits",
-        ValueError,
-        "None with a FlashMLASchedMeta",
-        put("tile_scheduler_metadata", rawmla.FlashMLASchedMeta()),
-    ),
+    *[
+        ("num_splits", ValueError, f"None with a {type(x).__name__}", put("tile_scheduler_metadata", x))
+        for x in (rawmla.FlashMLASchedMeta(), plan_without_config())
+    ],
     ("tile_scheduler_metadata", ValueError, "both arrays", empty_plan_with(num_splits=FakeArray((B + 1,)))),
     ("num_splits", TypeError, "NoneType", empty_plan_with(tile_scheduler_metadata=FakeArray((PARTS, 8)))),
-    (
-        "num_splits",
-        ValueError,
-        "b + 1 = 4",
-        empty_plan_with(tile_scheduler_metadata=FakeArray((PARTS, 8)), num_splits=FakeArray((B,))),
-    ),
     ("tile_scheduler_metadata", ValueError, "config None", empty_plan_with(have_initialized=True)),
 ]
 
@@ -131,7 +129,6 @@ def requests(b: int, *changes: Callable[[Arguments], None]) -> Callable[[Argumen
 
 DENSE_ROWS: list[Refusal] = [
     *int64("block_table", "cache_seqlens"),
-    ("k_cache", TypeError, "bfloat16, the dtype of q ... got uint8", {"dtype": "uint8"}),
     ("q", ValueError, "h_q 15 and h_kv 2", {"shape": (B, S_Q, 15, D_QK)}),
     ("q", ValueError, "h_q 0 and h_kv 2", {"shape": (B, S_Q, 0, D_QK)}),
     ("q", ValueError, "h_q 16 and h_kv 0", change("k_cache", shape=(NUM_BLOCKS, PAGE, 0, D_QK))),
@@ -143,7 +140,6 @@ DENSE_ROWS: list[Refusal] = [
     ("k_cache", ValueError, "16-byte aligned", {"ptr": 0x2008}),
     ("k_cache", ValueError, "TMA", {"strides": (2**39, *K_STRIDES[1:])}),
     ("k_cache", ValueError, "multiples of 8", {"strides": (K_STRIDES[0] + 4, *K_STRIDES[1:])}),
-    ("k_cache", ValueError, "multiples of 8", {"strides": (K_STRIDES[0], 1156, 578, 1)}),
     ("k_cache", ValueError, "multiples of 8", {"strides": (-K_STRIDES[0], *K_STRIDES[1:])}),
     ("k_cache", ValueError, "multiples of 8", {"strides": (0, *K_STRIDES[1:])}),
     ("k_cache", ValueError, "at most 65535", q_and_cache(S_Q, 65_536, 65_536)),
@@ -153,7 +149,6 @@ DENSE_ROWS: list[Refusal] = [
     ("q", ValueError, "at most 16384", requests(16385, empty_plan_with())),
     ("q", ValueError, "at most 65535 requests", requests(65_536, put("enable_batch_invariant", True))),
     ("block_table", ValueError, "at most 277094672 tokens", pages_of_4032(68_724)),
-    ("cache_seqlens", ValueError, "[3]", {"shape": (4,)}),
     *[
         (name, ValueError, "None without indices", put(name, FakeArray((B, S_Q, 64))))
         for name in ("attn_sink", *CACHES[1:], *INDICES[1:], "topk_length", "extra_topk_length")
@@ -250,7 +245,6 @@ SPARSE_ROWS: list[Refusal] = [
     *cache_rows("extra_k_cache", EXTRA_BLOCKS, EXTRA_PAGE),
     *index_rows("indices", TOPK, "topk"),
     *index_rows("extra_indices_in_kvcache", EXTRA_TOPK, "extra_topk"),
-    ("attn_sink", ValueError, "[16]", {"shape": (15,)}),
     (
         "extra_indices_in_kvcache",
         ValueError,
@@ -264,7 +258,6 @@ SPARSE_ROWS: list[Refusal] = [
         "without extra_k_cache",
         both(put("extra_k_cache", None), put("extra_indices_in_kvcache", None)),
     ),
-    ("causal", ValueError, "False with indices", np.True_),
     (
         "q",
         ValueError,
@@ -340,23 +333,22 @@ def test_shapes_and_strides(
     assert getattr(launch_of(world), field) == value and not world.framework.copied
 
 
-@both_kinds
+@pytest.mark.parametrize("factor", (-1, 0), ids=("negative", "expanded"))
 @pytest.mark.parametrize(
-    "changes",
-    (
-        {"strides": (-S_Q * H_Q * 576, H_Q * 576, 576, 1)},
-        {"strides": (0, H_Q * 576, 576, 1)},
-    ),
-    ids=("negative", "expanded"),
+    ("function", "make"),
+    ((decode, dense_arguments), (decode, full_sparse), (rawmla.flash_mla_sparse_fwd, prefill_arguments)),
+    ids=("dense", "sparse", "prefill"),
 )
-def test_q_that_is_copied(world: World, make: Make, changes: Arguments) -> None:
+def test_q_that_is_copied(world: World, function: Any, make: Make, factor: int) -> None:
     arguments = make()
-    change("q", **changes)(arguments)
-    decode(**arguments)
+    first, *others = contiguous(arguments["q"].shape)
+    change("q", strides=(factor * first, *others))(arguments)
+    function(**arguments)
     args = launch_of(world)
     assert world.framework.copied == [arguments["q"]]
     assert (args.q, args.q_rope) == (COPY, COPY + 2 * 512)
-    assert args.q_strides == args.q_rope_strides == (S_Q * H_Q * 576, H_Q * 576, 576)
+    wanted = (first, 0, 576) if make is prefill_arguments else (first, H_Q * 576, 576)
+    assert args.q_strides == args.q_rope_strides == wanted
 
 
 def test_table_and_lengths_are_not_read_with_indices(world: World) -> None:
@@ -377,8 +369,8 @@ class Exported:
         self.array = array
 
 
-class TestBatchOfTheLastCall:
-    """Layers share the block table, the lengths and the plan, whose arrays are read once."""
+class TestPlanOfTheLastCall:
+    """Layers share the plan, whose arrays are read once."""
 
     def test_plan_is_read_once(self, world: World) -> None:
         arguments = dense_arguments()
@@ -406,29 +398,14 @@ class TestBatchOfTheLastCall:
         with pytest.raises(TypeError, match=rf"^{name}: expected dtype int32"):
             decode(**arguments)
 
-    @pytest.mark.parametrize(("name", "strides"), ((BATCH[0], (20, 2)), (BATCH[1], (2,))))
-    def test_strides_changed_in_place(self, world: World, name: str, strides: tuple[int, ...]) -> None:
-        arguments = dense_arguments()
-        decode(**arguments)
-        arguments[name].strides = strides
-        with pytest.raises(ValueError, match=rf"^{name}: expected a contiguous"):
-            decode(**arguments)
-
-    def test_another_batch_size(self, world: World) -> None:
-        arguments = dense_arguments()
-        decode(**arguments)
-        change("q", shape=(B - 1, S_Q, H_Q, D_QK))(arguments)
-        with pytest.raises(ValueError, match=r"^block_table: expected shape \[2, max_blocks\]"):
-            decode(**arguments)
-
-    @pytest.mark.parametrize("name", BATCH[:3])
+    @pytest.mark.parametrize("name", BATCH[2:])
     def test_gone(self, world: World, name: str) -> None:
         """A forgotten array is not taken for a None that is passed next."""
         arguments = dense_arguments()
         decode(**arguments)
         arguments[name] = None
         gc.collect()
-        with pytest.raises(TypeError, match=rf"^{name}: expected .* got NoneType"):
+        with pytest.raises((TypeError, ValueError), match=rf"^{name}: expected .* got None"):
             decode(**arguments)
 
     @pytest.mark.parametrize("name", BATCH)

@@ -30,10 +30,10 @@ from calls.test_flex import (
     S,
     V,
     call,
-    change_list,
     mask_of,
     only,
     plain,
+    resize,
 )
 from rawmla import jit
 from rawmla.flex.block_mask import _unset_mask
@@ -45,6 +45,13 @@ class TestKnownLists:
     """Lists that passed the checks of a call before: what else they and their mask become is seen."""
 
     QKV = ("query", "key", "value")
+
+    @pytest.fixture
+    def mask(self, world: World) -> Any:
+        """A mask that a call knows."""
+        mask = mask_of()
+        call(plain(), block_mask=mask)
+        return mask
 
     def reads(self, world: World, mask: Any) -> list[str]:
         """What a call reads."""
@@ -64,18 +71,14 @@ class TestKnownLists:
         assert self.reads(world, same_lists) == []
 
     @pytest.mark.parametrize("name", LISTS)
-    def test_another_list_or_address(self, world: World, name: str) -> None:
-        mask = mask_of()
-        self.reads(world, mask)
+    def test_another_list_or_address(self, world: World, mask: Any, name: str) -> None:
         setattr(mask, name, getattr(mask, name).but(ptr=0xE000))
         assert self.reads(world, mask) == MASK_LISTS
         getattr(mask, name).ptr = 0xF000
         assert self.reads(world, mask) == MASK_LISTS
         assert self.addresses(world)[LISTS.index(name)] == 0xF000
 
-    def test_another_shape(self, world: World) -> None:
-        mask = mask_of()
-        self.reads(world, mask)
+    def test_another_shape(self, world: World, mask: Any) -> None:
         mask.kv_indices.shape = (1, 1, ROWS, COLUMNS - 1)
         assert self.reads(world, mask) == MASK_LISTS
         assert world.flex[-1].call.mods.lists.columns == (COLUMNS - 1, COLUMNS)
@@ -83,9 +86,7 @@ class TestKnownLists:
         with pytest.raises(ValueError, match=r"^block_mask\.kv_indices"):
             call(plain(), block_mask=mask)
 
-    def test_no_full_lists_any_more(self, world: World) -> None:
-        mask = mask_of()
-        self.reads(world, mask)
+    def test_no_full_lists_any_more(self, world: World, mask: Any) -> None:
         mask.full_kv_num_blocks = mask.full_kv_indices = None
         assert self.reads(world, mask) == MASK_LISTS[:2] and self.addresses(world)[2:] == (0, 0)
 
@@ -99,16 +100,12 @@ class TestKnownLists:
             ("full_kv_indices", None),
         ),
     )
-    def test_what_is_refused(self, world: World, name: str, value: Any) -> None:
-        mask = mask_of()
-        self.reads(world, mask)
+    def test_what_is_refused(self, world: World, mask: Any, name: str, value: Any) -> None:
         setattr(mask, name, value)
         with pytest.raises(ValueError, match="^block_mask: expected"):
             call(plain(), block_mask=mask)
 
-    def test_another_function(self, world: World) -> None:
-        mask = mask_of()
-        self.reads(world, mask)
+    def test_another_function(self, world: World, mask: Any) -> None:
         mask.mask_mod = rawmla.CudaMod("q_idx > kv_idx")
         assert self.reads(world, mask) == [] and "q_idx > kv_idx" in world.flex[-1].call.mods.header[1]
 
@@ -166,8 +163,8 @@ def test_leading_dimensions(world: World, leading: tuple[int, ...]) -> None:
     """(batch, head, row) with steps of 0 where there is one only."""
     mask = mask_of(*leading)
     if not leading:
-        for name in LISTS:
-            change_list(name, shape=getattr(mask, name).shape[2:])({"block_mask": mask})
+        for letters in ("kv", "full_kv"):
+            resize(letters, ROWS, COLUMNS)({"block_mask": mask})
     found = lists_of(world, mask)
     b, h = (1, 1, *leading)[-2:]
     assert found.counts_strides == (steps(b, h, ROWS),) * 2
@@ -213,7 +210,7 @@ def test_a_last_dimension_with_steps_is_copied(world: World) -> None:
 
 def test_torchs_mask_of_everything(world: World) -> None:
     """It has one huge block, and lengths of (1, 1)."""
-    mask = mask_of(rows=1, columns=1, BLOCK_SIZE=2**30)
+    mask = mask_of(size=2**30)
     mask.seq_lengths = (1, 1)
     call(plain(), block_mask=mask)
     launch = only(world)
@@ -243,7 +240,7 @@ def test_torchs_mask(world: World) -> None:
 def test_wide_heads_have_tiles_of_64_keys(world: World, d: int) -> None:
     arguments = plain()
     shapes(query=(*Q[:3], d), key=(*K[:3], d), value=(*V[:3], d))(arguments)
-    call(arguments, block_mask=mask_of(columns=8, BLOCK_SIZE=(128, 64)))
+    call(arguments, block_mask=mask_of(size=(128, 64)))
     assert world.flex[0].call.mods.lists.block_k == 64 and not world.enqueued
 
 
@@ -310,8 +307,8 @@ def of_128(leading: tuple[int, ...], lines: int, entries: int) -> BlockLists:
 @pytest.mark.parametrize("leading", ((1, 1), (B, 4)), ids=str)
 def test_other_blocks(world: World, size: tuple[int, int], leading: tuple[int, int]) -> None:
     rows, columns = -(-L // size[0]), -(-S // size[1])
-    mask = mask_of(*leading, rows=rows, columns=columns, BLOCK_SIZE=size)
-    mask.mask_mod = rawmla.CudaMod("q_idx * x >= kv_idx", {"x": 2.5})
+    mask_mod = rawmla.CudaMod("q_idx * x >= kv_idx", {"x": 2.5})
+    mask = mask_of(*leading, size=size, mask_mod=mask_mod)
     call(plain(), block_mask=mask)
     launch = only(world)
     clear = check_recut(world, launch, launch.more[1:5], leading, (L, S), size)
@@ -332,11 +329,8 @@ def test_other_blocks(world: World, size: tuple[int, int], leading: tuple[int, i
     assert first.scratch != second.scratch and first.more[1:] != second.more[1:]
 
 
-SMALL = {"rows": 10, "columns": 16, "BLOCK_SIZE": 32}
-
-
 def test_other_blocks_without_full_lists_and_function(world: World) -> None:
-    call(plain(), block_mask=mask_of(full=False, mask_mod=rawmla.noop_mask, **SMALL))
+    call(plain(), block_mask=mask_of(full=False, mask_mod=rawmla.noop_mask, size=32))
     scatter = read_struct(mask_kernels.SCATTER_PARAMS, world.enqueued[1].params)
     assert (scatter["full_kv_num_blocks"], scatter["list_columns"]) == (0, (16, 0))
     launch = only(world)
@@ -351,5 +345,5 @@ def test_kernels_are_loaded_before_anything_is_made(world: World, monkeypatch: p
 
     monkeypatch.setattr(jit, "get_kernel", get_kernel)
     with pytest.raises(rawmla.KernelNotReadyError):
-        call(plain(), block_mask=mask_of(**SMALL))
+        call(plain(), block_mask=mask_of(size=32))
     assert world.untouched

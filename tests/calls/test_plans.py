@@ -34,6 +34,7 @@ from calls.fakes import (
     put,
     sparse_arguments,
 )
+from calls.test_decode import Make, full_sparse, plan_without_config
 from rawmla.call import memo
 from rawmla.kernels import mla_dense_decode, mla_sparse
 from rawmla.kernels import mla_metadata as metadata
@@ -44,16 +45,11 @@ LENGTHS = FakeArray((B,), ptr=0x4000)
 OPTIONAL = ("extra_k_cache", "extra_indices_in_kvcache", "extra_topk_length")
 
 
-def full_sparse() -> Arguments:
-    """A sparse call with all that is optional."""
-    return sparse_arguments(extra=True)
-
-
 MAKES = {"dense": dense_arguments, "sparse": sparse_arguments, "extra": full_sparse}
 each_kind = pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
 
 
-def with_plan(make: Callable[[], Arguments], plan: Any) -> Arguments:
+def with_plan(make: Make, plan: Any) -> Arguments:
     """A call with a plan object."""
     return make() | {"tile_scheduler_metadata": plan, "num_splits": None}
 
@@ -97,11 +93,6 @@ class OtherConfigPlan(VllmPlan):
         colour: str
 
 
-def plan_without_config() -> Any:
-    """An object of no class of plans."""
-    return SimpleNamespace(have_initialized=False, config=None, tile_scheduler_metadata=None, num_splits=None)
-
-
 each_class = pytest.mark.parametrize("plan_class", (rawmla.FlashMLASchedMeta, VllmPlan))
 
 
@@ -109,7 +100,7 @@ each_class = pytest.mark.parametrize("plan_class", (rawmla.FlashMLASchedMeta, Vl
 
 
 @each_kind
-def test_first_call_fills_it(world: World, make: Callable[[], Arguments]) -> None:
+def test_first_call_fills_it(world: World, make: Make) -> None:
     plan, nothing = rawmla.get_mla_metadata()
     assert isinstance(plan, rawmla.FlashMLASchedMeta) and nothing is None
     assert not plan.have_initialized and plan.config is None
@@ -168,45 +159,38 @@ def resize(b: int, s_q: int) -> Callable[[Arguments], None]:
     return apply
 
 
-WITHOUT_EXTRA = both(*[put(name, None) for name in OPTIONAL])
 BF16 = sparse_arguments("bf16 576", extra=True)
-# The kind of call, the field of the config that differs, what it was and is, and the change.
-OTHER_CALLS: list[tuple[str, str, Any, Any, Callable[[Arguments], None]]] = [
-    ("dense", "b", B, B - 1, resize(B - 1, S_Q)),
-    ("dense", "s_q", S_Q, 1, resize(B, 1)),
-    ("dense", "h_q", 16, 8, change("q", shape=(B, S_Q, 8, D_QK))),
-    ("dense", "page_block_size", PAGE, 128, change("k_cache", shape=(NUM_BLOCKS, 128, H_KV, D_QK))),
-    ("dense", "h_k", H_KV, 4, change("k_cache", shape=(NUM_BLOCKS, PAGE, 4, D_QK))),
-    ("dense", "causal", False, True, put("causal", True)),
-    ("dense", "enable_batch_invariant", False, True, put("enable_batch_invariant", True)),
-    ("extra", "b", B, B - 1, resize(B - 1, S_Q)),
-    ("extra", "s_q", S_Q, 1, resize(B, 1)),
-    ("extra", "h_q", 16, 8, both(change("q", shape=(B, S_Q, 8, 576)), change("attn_sink", shape=(8,)))),
-    ("extra", "page_block_size", PAGE, 61, change("k_cache", shape=(NUM_BLOCKS, 61, 1, 656))),
-    ("extra", "is_fp8_kvcache", True, False, lambda arguments: arguments.update(BF16)),
-    ("extra", "topk", TOPK, 64, change("indices", shape=(B, S_Q, 64))),
-    (
-        "extra",
-        "extra_page_block_size",
-        EXTRA_PAGE,
-        2,
-        change("extra_k_cache", shape=(EXTRA_BLOCKS, 2, 1, 656)),
-    ),
-    ("extra", "extra_page_block_size", EXTRA_PAGE, None, WITHOUT_EXTRA),
-    ("extra", "extra_topk", EXTRA_TOPK, 101, change("extra_indices_in_kvcache", shape=(B, S_Q, 101))),
-    ("extra", "enable_batch_invariant", False, True, put("enable_batch_invariant", True)),
-    ("dense", "h_k", H_KV, 1, lambda arguments: arguments.update(sparse_arguments())),
+# The kind of call, the field of the config that differs, what it is, and the change.
+OTHER_CALLS: list[tuple[str, str, Any, Callable[[Arguments], None]]] = [
+    ("dense", "b", B - 1, resize(B - 1, S_Q)),
+    ("dense", "s_q", 1, resize(B, 1)),
+    ("dense", "h_q", 8, change("q", shape=(B, S_Q, 8, D_QK))),
+    ("dense", "page_block_size", 128, change("k_cache", shape=(NUM_BLOCKS, 128, H_KV, D_QK))),
+    ("dense", "h_k", 4, change("k_cache", shape=(NUM_BLOCKS, PAGE, 4, D_QK))),
+    ("dense", "causal", True, put("causal", True)),
+    ("dense", "enable_batch_invariant", True, put("enable_batch_invariant", True)),
+    ("extra", "b", B - 1, resize(B - 1, S_Q)),
+    ("extra", "s_q", 1, resize(B, 1)),
+    ("extra", "h_q", 8, both(change("q", shape=(B, S_Q, 8, 576)), change("attn_sink", shape=(8,)))),
+    ("extra", "page_block_size", 61, change("k_cache", shape=(NUM_BLOCKS, 61, 1, 656))),
+    ("extra", "is_fp8_kvcache", False, lambda arguments: arguments.update(BF16)),
+    ("extra", "topk", 64, change("indices", shape=(B, S_Q, 64))),
+    ("extra", "extra_page_block_size", 2, change("extra_k_cache", shape=(EXTRA_BLOCKS, 2, 1, 656))),
+    ("extra", "extra_page_block_size", None, both(*[put(name, None) for name in OPTIONAL])),
+    ("extra", "extra_topk", 101, change("extra_indices_in_kvcache", shape=(B, S_Q, 101))),
+    ("extra", "enable_batch_invariant", True, put("enable_batch_invariant", True)),
+    ("dense", "h_k", 1, lambda arguments: arguments.update(sparse_arguments())),
 ]
 
 
-@pytest.mark.parametrize(("kind", "field", "planned", "called", "spoil"), OTHER_CALLS)
+@pytest.mark.parametrize(("kind", "field", "called", "spoil"), OTHER_CALLS)
 def test_filled_for_another_call(
-    world: World, kind: str, field: str, planned: Any, called: Any, spoil: Callable[[Arguments], None]
+    world: World, kind: str, field: str, called: Any, spoil: Callable[[Arguments], None]
 ) -> None:
     plan = rawmla.FlashMLASchedMeta()
     arguments = with_plan(MAKES[kind], plan)
     decode(**arguments)
-    made = len(world.framework.allocated)
+    made, planned = len(world.framework.allocated), getattr(plan.config, field)
     spoil(arguments)
     arguments |= {"tile_scheduler_metadata": plan, "num_splits": None}
     expected = rf"^tile_scheduler_metadata: expected a plan for {field} = {called}, .*{field} = {planned};"
@@ -217,7 +201,7 @@ def test_filled_for_another_call(
 
 @each_class
 @each_kind
-def test_arrays_written_from_outside(world: World, make: Callable[[], Arguments], plan_class: Any) -> None:
+def test_arrays_written_from_outside(world: World, make: Make, plan_class: Any) -> None:
     """An engine with a scheduler of its own fills the arrays, not the config."""
     plan = plan_class()
     plan.tile_scheduler_metadata = FakeArray((7, 8), ptr=0x18000)
@@ -232,7 +216,7 @@ def test_arrays_written_from_outside(world: World, make: Callable[[], Arguments]
 
 
 @each_kind
-def test_config_of_another_library(world: World, make: Callable[[], Arguments]) -> None:
+def test_config_of_another_library(world: World, make: Make) -> None:
     plan = rawmla.FlashMLASchedMeta()
     decode(**with_plan(make, plan))
     fields = dataclasses.asdict(plan.config)  # type: ignore[arg-type]
@@ -243,7 +227,7 @@ def test_config_of_another_library(world: World, make: Callable[[], Arguments]) 
 
 
 @each_kind
-def test_arrays_removed_from_outside(world: World, make: Callable[[], Arguments]) -> None:
+def test_arrays_removed_from_outside(world: World, make: Make) -> None:
     plan = rawmla.FlashMLASchedMeta()
     decode(**with_plan(make, plan))
     plan.tile_scheduler_metadata = plan.num_splits = None
@@ -252,16 +236,19 @@ def test_arrays_removed_from_outside(world: World, make: Callable[[], Arguments]
     assert launches(world)[1].sched_meta == plan.tile_scheduler_metadata.ptr
 
 
+@each_class
 @each_kind
 @pytest.mark.parametrize("where", ("plan", "call"))
-def test_batch_invariant(world: World, where: str, make: Callable[[], Arguments]) -> None:
-    plan, _ = rawmla.get_mla_metadata(enable_batch_invariant=where == "plan")
+def test_batch_invariant(world: World, where: str, make: Make, plan_class: Any) -> None:
+    plan = plan_class()
+    if where == "plan":
+        plan.enable_batch_invariant = True
     options = {"enable_batch_invariant": True} if where == "call" else {}
     for _ in range(2):
         decode(**with_plan(make, plan), **options)
     assert [launched["batch_invariant"] for launched in world.plans] == [True]
     assert [args.batch_invariant for args in launches(world)] == [True, True]
-    assert plan.config is not None and plan.config.enable_batch_invariant
+    assert plan.config.enable_batch_invariant is True
 
 
 @pytest.mark.parametrize("stage", ("loading", "planning", "launching"))
@@ -270,7 +257,7 @@ def test_batch_invariant(world: World, where: str, make: Callable[[], Arguments]
 def test_a_call_that_fails_leaves_it_empty(
     world: World,
     monkeypatch: pytest.MonkeyPatch,
-    make: Callable[[], Arguments],
+    make: Make,
     plan_class: Any,
     stage: str,
 ) -> None:
@@ -302,9 +289,7 @@ def test_a_call_that_fails_leaves_it_empty(
     ((VllmPlan, VllmPlan.Config), (OtherConfigPlan, SchedConfig), (plan_without_config, SchedConfig)),
 )
 @each_kind
-def test_plan_of_another_library(
-    world: World, make: Callable[[], Arguments], plan_class: Any, config_class: Any
-) -> None:
+def test_plan_of_another_library(world: World, make: Make, plan_class: Any, config_class: Any) -> None:
     """Any object with the four fields is a plan: it is filled, compared and used as ours."""
     plan, ours = plan_class(), rawmla.FlashMLASchedMeta()
     for _ in range(2):
@@ -320,49 +305,31 @@ def test_plan_of_another_library(
         decode(**with_plan(make, plan))
 
 
-@pytest.mark.parametrize("where", ("call", "plan"))
-def test_batch_invariant_plan_of_another_library(world: World, where: str) -> None:
-    plan: Any = VllmPlan()
-    options = {"enable_batch_invariant": True} if where == "call" else {}
-    if where == "plan":
-        plan.enable_batch_invariant = True
-    decode(**with_plan(dense_arguments, plan), **options)
-    assert world.plans[0]["batch_invariant"] is True and plan.config.enable_batch_invariant is True
-
-
-class TestNoPlan:
-    """What callers pass by mistake: the argument is named, and what to do."""
-
-    @pytest.mark.parametrize(
-        ("given", "texts"),
+@pytest.mark.parametrize(
+    ("given", "texts"),
+    (
+        (None, ("got NoneType", "take a plan from get_mla_metadata()")),
+        (rawmla.FlashMLASchedMeta, ("got the class FlashMLASchedMeta", "FlashMLASchedMeta()")),
+        (VllmPlan, ("got the class VllmPlan", "VllmPlan()")),
+        ((rawmla.FlashMLASchedMeta(), None), ("got tuple of 2", "give its first item")),
+        ([FakeArray((5, 8))], ("got list of 1", "give its first item")),
+        ("a plan", ("got str", "take a plan from get_mla_metadata()")),
         (
-            (None, ("got NoneType", "take a plan from get_mla_metadata()")),
-            (rawmla.FlashMLASchedMeta, ("got the class FlashMLASchedMeta", "FlashMLASchedMeta()")),
-            (VllmPlan, ("got the class VllmPlan", "VllmPlan()")),
-            ((rawmla.FlashMLASchedMeta(), None), ("got tuple of 2", "give its first item")),
-            ([FakeArray((5, 8))], ("got list of 1", "give its first item")),
-            ("a plan", ("got str", "take a plan from get_mla_metadata()")),
-            (
-                SimpleNamespace(tile_scheduler_metadata=None, num_splits=None),
-                ("got a SimpleNamespace without have_initialized, config", "all four fields"),
-            ),
+            SimpleNamespace(tile_scheduler_metadata=None, num_splits=None),
+            ("got a SimpleNamespace without have_initialized, config", "all four fields"),
         ),
-        ids=("None", "class", "foreign class", "tuple", "list", "str", "half a plan"),
-    )
-    @pytest.mark.parametrize("make", (dense_arguments, sparse_arguments), ids=("dense", "sparse"))
-    def test_refused(self, world: World, make: Any, given: Any, texts: tuple[str, ...]) -> None:
-        expected = r"^tile_scheduler_metadata: expected a FlashMLASchedMeta or "
-        for more in ({}, {"num_splits": None}):
-            with pytest.raises(TypeError, match=expected) as e:
-                decode(**make() | {"tile_scheduler_metadata": given, **more})
-            assert all(text in str(e.value) for text in texts), str(e.value)
-        assert world.untouched
-
-    @pytest.mark.parametrize("make", (rawmla.FlashMLASchedMeta, VllmPlan))
-    def test_object_and_splits(self, world: World, make: Any) -> None:
-        with pytest.raises(ValueError, match=rf"^num_splits: expected None with a {make.__name__}, which"):
-            decode(**dense_arguments() | {"tile_scheduler_metadata": make()})
-        assert world.untouched
+    ),
+    ids=("None", "class", "foreign class", "tuple", "list", "str", "half a plan"),
+)
+@pytest.mark.parametrize("make", (dense_arguments, sparse_arguments), ids=("dense", "sparse"))
+def test_what_is_no_plan(world: World, make: Make, given: Any, texts: tuple[str, ...]) -> None:
+    """Callers pass it by mistake: the argument is named, and what to do."""
+    expected = r"^tile_scheduler_metadata: expected a FlashMLASchedMeta or "
+    for more in ({}, {"num_splits": None}):
+        with pytest.raises(TypeError, match=expected) as e:
+            decode(**make() | {"tile_scheduler_metadata": given, **more})
+        assert all(text in str(e.value) for text in texts), str(e.value)
+    assert world.untouched
 
 
 # ---- get_mla_metadata
@@ -430,22 +397,21 @@ def test_object_of_a_sparse_call_in_place(world: World, extra: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "topk", "text"),
+    ("make", "options", "text"),
     (
-        (sparse_arguments, None, "256"),  # a plan of too few blocks would leave selected tokens out
-        (sparse_arguments, 192, "256"),
-        (sparse_arguments, 320, "256"),
-        (dense_arguments, 64, "expected None"),
+        (sparse_arguments, {"topk": None}, "topk: expected an int of 4 blocks of 64, such as 256, .*None"),
+        (sparse_arguments, {"topk": 192}, "topk: .* 256, .*, got 192"),  # it would leave selected tokens out
+        (sparse_arguments, {"topk": 320}, "topk: .* 256, .*, got 320"),
+        (dense_arguments, {"topk": 64}, "topk: expected None, .*, got 64"),
+        (dense_arguments, {"enable_batch_invariant": True}, "enable_batch_invariant: expected False"),
     ),
 )
-def test_object_of_another_topk(
-    world: World, make: Callable[[], Arguments], topk: int | None, text: str
-) -> None:
+def test_object_of_another_kind_of_call(world: World, make: Make, options: Arguments, text: str) -> None:
     plan = rawmla.FlashMLASchedMeta()
     decode(**with_plan(make, plan))
-    with pytest.raises(ValueError, match=rf"^topk: expected .*, got {topk}$") as caught:
-        rawmla.get_mla_metadata(LENGTHS, S_Q * H_Q, 1, H_Q, topk=topk, out=plan)
-    assert text in str(caught.value) and len(world.plans) == 1
+    with pytest.raises(ValueError, match=f"^{text}"):
+        rawmla.get_mla_metadata(LENGTHS, S_Q * H_Q, 1, H_Q, **options, out=plan)
+    assert len(world.plans) == 1
 
 
 @each_class
@@ -527,44 +493,19 @@ def test_metadata_that_is_refused(world: World) -> None:
     assert world.untouched
 
 
-def test_batch_invariant_differs_from_the_object(world: World) -> None:
-    plan = rawmla.FlashMLASchedMeta()
-    decode(**with_plan(dense_arguments, plan))
-    with pytest.raises(ValueError, match=r"^enable_batch_invariant: expected False"):
-        rawmla.get_mla_metadata(LENGTHS, 16, 2, out=plan, enable_batch_invariant=True)
-    assert len(world.plans) == 1
-
-
-class TestPlanAheadOfTheCall:
-    """`plan_object`, with which torch operators compute the plan of an empty object ahead of the call."""
-
-    @pytest.mark.parametrize("batch_invariant", (False, True))
-    @pytest.mark.parametrize("kind", ("dense", "sparse", "sparse with an extra cache"))
-    def test_as_the_call_computes_it(self, world: World, kind: str, batch_invariant: bool) -> None:
-        arguments = dense_arguments() if kind == "dense" else sparse_arguments(extra="extra" in kind)
-        plan = rawmla.FlashMLASchedMeta(enable_batch_invariant=batch_invariant)
-        decode(
-            **{**arguments, "tile_scheduler_metadata": plan, "num_splits": None},
-        )
-        names = ("indices", "topk_length", "extra_indices_in_kvcache", "extra_topk_length")
-        rows, splits = plan_object(
-            S_Q,
-            H_Q,
-            H_KV if kind == "dense" else 1,
-            arguments["cache_seqlens"],
-            *[arguments.get(name) for name in names],
-            batch_invariant,
-        )
-        want, got = world.plans
-        made = plan.tile_scheduler_metadata, plan.num_splits
-        assert [(x.shape, x.dtype) for x in (rows, splits)] == [(x.shape, x.dtype) for x in made]
-        assert (got.pop("sched_meta"), got.pop("num_splits")) == (rows.ptr, splits.ptr)
-        for arguments in (want, got):
-            arguments.pop("capturing")
-        assert got == {name: want[name] for name in got}
-
-    def test_no_requests(self, world: World) -> None:
-        rows, splits = plan_object(S_Q, H_Q, H_KV, FakeArray((0,)), None, None, None, None, False)
-        assert not world.plans
-        assert world.framework.filled == [(rows, -1), (splits, 0)]
-        assert splits.shape == (1,)
+@pytest.mark.parametrize("batch_invariant", (False, True))
+@each_kind
+def test_plan_ahead_of_the_call(world: World, make: Make, batch_invariant: bool) -> None:
+    """`plan_object`, with which torch operators compute a plan, does what a call does for an empty object."""
+    plan, arguments = rawmla.FlashMLASchedMeta(enable_batch_invariant=batch_invariant), make()
+    decode(**with_plan(make, plan))
+    names = ("indices", "topk_length", "extra_indices_in_kvcache", "extra_topk_length")
+    given = [arguments.get(name) for name in ("cache_seqlens", *names)]
+    h_kv = H_KV if make is dense_arguments else 1
+    rows, splits = plan_object(S_Q, H_Q, h_kv, *given, batch_invariant)
+    want, got = world.plans
+    made = plan.tile_scheduler_metadata, plan.num_splits
+    assert [(x.shape, x.dtype) for x in (rows, splits)] == [(x.shape, x.dtype) for x in made]
+    assert (got["sched_meta"], got["num_splits"]) == (rows.ptr, splits.ptr)
+    for name in {*got} - {"capturing", "sched_meta", "num_splits"}:
+        assert got[name] == want[name], name

@@ -8,39 +8,25 @@ from typing import Any
 import pytest
 
 import rawmla
-from calls.fakes import (
-    COPY,
-    H_Q,
-    PAGE,
-    S_KV,
-    SM_COUNT,
-    TOPK,
-    Arguments,
-    FakeArray,
-    World,
-    change,
-    prefill_arguments,
-)
+from calls.fakes import H_Q, PAGE, SM_COUNT, TOPK, Arguments, FakeArray, World, change, prefill_arguments
 from calls.fakes import PREFILL_S_Q as S_Q
 from calls.refusals import Refusal, check_all_refused
 from rawmla.kernels import mla_metadata as metadata
 from rawmla.kernels import mla_sparse_prefill as sparse_prefill
 
 prefill = rawmla.flash_mla_sparse_fwd
-OUT_SHAPE = (S_Q, H_Q, 512)
 PLAN_BYTES = 32 * SM_COUNT + 32  # 132 parts; 6 sums, in whole units of 16 bytes
 SPLIT_BYTES = 2 * SM_COUNT * H_Q * (512 * 2 + 4 * 4)
-LENGTHS = FakeArray((S_Q,), ptr=0x9000)
 
 
-def full(layout: str = "bf16 576") -> Arguments:
+def full() -> Arguments:
     """A call with all that is optional."""
-    return prefill_arguments(layout, optional=True)
+    return prefill_arguments(optional=True)
 
 
 def out_array(**changes: Any) -> FakeArray:
     """A result to be written."""
-    return FakeArray(OUT_SHAPE, "bfloat16", ptr=0x7000).but(**changes)
+    return FakeArray((S_Q, H_Q, 512), "bfloat16", ptr=0x7000).but(**changes)
 
 
 # ---- what is refused
@@ -52,23 +38,15 @@ ROWS: list[Refusal] = [
     ("attn_sink", TypeError, "float32 ... got bfloat16", {"dtype": "bfloat16"}),
     ("q", ValueError, "576 or 512", {"shape": (S_Q, H_Q, 128)}),
     ("q", ValueError, "at least 1 head", {"shape": (S_Q, 0, 576)}),
-    ("kv", TypeError, "bfloat16 with is_fp8_kvcache=False", {"dtype": "float16"}),
     ("kv", TypeError, "is_fp8_kvcache=False", {"dtype": "uint8"}),
-    ("kv", ValueError, "[s_kv, 1, 576]", {"shape": (S_KV, 2, 576)}),
-    ("kv", ValueError, "[s_kv, 1, 576]", {"shape": (S_KV, 1, 512)}),
+    ("kv", ValueError, "[s_kv, 1, 576]", {"shape": (9, 2, 576)}),
+    ("kv", ValueError, "[s_kv, 1, 576]", {"shape": (9, 1, 512)}),
     ("kv", ValueError, "at least 1 token", {"shape": (0, 1, 576)}),
     ("kv", ValueError, "16-byte aligned", {"ptr": 0x2008}),
     ("kv", ValueError, "multiple of 8", {"strides": (580, 580, 1)}),
     ("kv", ValueError, "not negative", {"strides": (-576, 576, 1)}),
-    *[
-        ("indices", ValueError, "[5, 1, topk]", {"shape": shape})
-        for shape in ((S_Q + 1, 1, TOPK), (S_Q, 2, TOPK), (S_Q, 1, 0))
-    ],
+    ("indices", ValueError, "[5, 1, topk]", {"shape": (S_Q, 2, TOPK)}),
     ("indices", ValueError, "no negative stride", {"strides": (-TOPK, TOPK, 1)}),
-    ("topk_length", ValueError, "[5]", {"shape": (4,)}),
-    ("attn_sink", ValueError, "[16]", {"shape": (15,)}),
-    ("d_v", ValueError, "512", 576),
-    ("log_base", ValueError, "'2' or 'e'", "10"),
     ("log_base", TypeError, "str", 2),
     ("out", ValueError, "multiples of 8", out_array(strides=(8224, 514, 1))),
     ("out", ValueError, "overlap", out_array(strides=(4096, 256, 1))),
@@ -78,18 +56,6 @@ ROWS: list[Refusal] = [
 
 def test_calls_that_are_refused(world: World) -> None:
     check_all_refused(world, prefill, full, ROWS)
-
-
-@pytest.mark.parametrize(("layout", "columns"), (("v32", 656), ("model1", 584)))
-def test_caches_that_are_refused(world: World, layout: str, columns: int) -> None:
-    rows: list[Refusal] = [
-        ("kv", TypeError, "is_fp8_kvcache=True", {"dtype": "bfloat16"}),
-        ("kv", ValueError, f"[num_blocks, page_block_size, 1, {columns}]", {"shape": (9, 1, columns)}),
-        ("kv", ValueError, f"1, {columns}]", {"shape": (9, 64, 1, 576)}),
-        ("kv", ValueError, "at least 1 block", {"shape": (0, 64, 1, columns)}),
-        ("kv", ValueError, "multiples of 8 bytes", {"ptr": 0x2004}),
-    ]
-    check_all_refused(world, prefill, lambda: full(layout), rows)
 
 
 # ---- what launches get
@@ -118,25 +84,10 @@ def test_strides(
     assert got == value and not world.framework.copied
 
 
-@pytest.mark.parametrize(
-    "changes",
-    ({"strides": (-H_Q * 576, 576, 1)}, {"strides": (0, 576, 1)}),
-    ids=("negative", "expanded"),
-)
-def test_q_that_is_copied(world: World, changes: Arguments) -> None:
-    arguments = prefill_arguments()
-    change("q", **changes)(arguments)
-    prefill(**arguments)
-    (args,) = world.sparse
-    assert world.framework.copied == [arguments["q"]]
-    assert (args.q, args.q_rope) == (COPY, COPY + 2 * 512)
-    assert args.q_strides == args.q_rope_strides == (H_Q * 576, 0, 576)
-
-
 @pytest.mark.parametrize("limited", (False, True))
 def test_one_block_is_never_split(world: World, limited: bool) -> None:
     """Without lengths there is no scratch at all."""
-    arguments = prefill_arguments() | {"topk_length": LENGTHS if limited else None}
+    arguments = full() if limited else prefill_arguments()
     change("indices", shape=(S_Q, 1, 64))(arguments)
     results = prefill(**arguments)
     assert world.sparse[0].scratch_bytes == 0 and bool(world.plans) == limited
@@ -144,16 +95,10 @@ def test_one_block_is_never_split(world: World, limited: bool) -> None:
     assert scratch == ([(PLAN_BYTES,)] if limited else [])
 
 
-@pytest.mark.parametrize(
-    ("s_q", "sizes"),
-    (
-        (1, [1]),
-        (16384, [16384]),
-        (16385, [8193, 8192]),
-        (70_000, [14_000] * 5),
-        (1_000_001, [16130] * 61 + [16071]),
-    ),
-)
+MANY = {16384: [16384], 16385: [8193, 8192], 70_000: [14_000] * 5, 1_000_001: [16130] * 61 + [16071]}
+
+
+@pytest.mark.parametrize(("s_q", "sizes"), MANY.items())
 def test_more_tokens_than_a_plan_takes(world: World, s_q: int, sizes: list[int]) -> None:
     assert sum(sizes) == s_q and max(sizes) <= metadata.MAX_BATCH
     arguments = full()

@@ -9,15 +9,22 @@ from typing import Any
 import pytest
 
 import rawmla
-from calls import test_dense as dense
+from calls import test_flex_backward as backward
 from calls.fakes import (
+    Arguments,
     FakeArray,
     FakeFramework,
     World,
+    change,
     dense_arguments,
     make_world,
     sparse_arguments,
 )
+from calls.suite import all_arguments, stand_in, tensors_of
+from calls.test_decode import plan_without_config
+from calls.test_flex import L, S, mask_of, plain, table
+from operations import Operation
+from operations.dense import MHA, MHA_KV, MHA_QKV, MHA_VARLEN
 from rawmla import jit
 from rawmla.call import memo
 from rawmla.flex import create
@@ -27,14 +34,9 @@ from rawmla.kernels import mha_backward, mha_forward
 decode = rawmla.flash_mla_with_kvcache
 
 
-def plan_without_class() -> Any:
-    """A plan object of another library."""
-    return SimpleNamespace(have_initialized=False, config=None, tile_scheduler_metadata=None, num_splits=None)
-
-
 @pytest.mark.parametrize("make", (dense_arguments, sparse_arguments), ids=("dense", "sparse"))
 @pytest.mark.parametrize("filled", (False, True))
-@pytest.mark.parametrize("plan_class", (rawmla.FlashMLASchedMeta, plan_without_class))
+@pytest.mark.parametrize("plan_class", (rawmla.FlashMLASchedMeta, plan_without_config))
 def test_plan_objects(world: World, make: Callable[[], Any], filled: bool, plan_class: Any) -> None:
     """One is not filled, and the call itself takes it afterwards."""
     plan = plan_class()
@@ -65,88 +67,55 @@ def test_what_the_call_refuses(world: World) -> None:
 
 # ---- dense attention and its backward
 
-FIXED = {**dense.fixed(), "causal": True, "softcap": 5.0}
-VARLEN = {**dense.optional(), "window_size": (3, 0)}
-RENAMED = {
-    {"cu_seqlens_q": "cu_seqlens_qo", "max_seqlen_k": "max_seqlen_kv", "attn_sink": "learnable_sink"}.get(
-        n, n
-    ): x
-    for n, x in VARLEN.items()
-}
-PREPARED = {mha_forward: "PreparedMhaForward", mha_backward: "PreparedMhaBackward"}
+RENAMED = {"cu_seqlens_q": "cu_seqlens_qo", "max_seqlen_k": "max_seqlen_kv", "attn_sink": "learnable_sink"}
 MHA_CALLS = {
-    "fixed": (rawmla.flash_attn_func, FIXED),
-    "varlen": (rawmla.flash_attn_varlen_func, VARLEN),
-    "renamed": (rawmla.flash_attn_varlen_func, RENAMED),
-    "qkv": (
-        rawmla.flash_attn_varlen_qkvpacked_func,
-        {**dense.packed_qkv(40, 8, 320), "head_dim_qk": 128},
-    ),
-    "qkv4": (rawmla.flash_attn_varlen_qkvpacked_func, dense.packed_qkv(40, 3, 8, 128)),
-    "kv": (
-        rawmla.flash_attn_varlen_kvpacked_func,
-        {**dense.packed_kv(56, 2, 192), "head_dim_qk": 128, "alibi_slopes": FakeArray((8,), "float32")},
-    ),
+    "fixed": (MHA, {}, {"softcap": 5.0}),
+    "varlen": (MHA_VARLEN, {}, {}),
+    "renamed": (MHA_VARLEN, RENAMED, {}),
+    "qkv": (MHA_QKV, {}, {}),
+    "kv": (MHA_KV, {}, {"alibi_slopes": FakeArray((4,), "float32")}),
 }
 
 
-@pytest.mark.parametrize("backward", (False, True))
-@pytest.mark.parametrize("name", MHA_CALLS)
-def test_dense_attention(world: World, name: str, backward: bool) -> None:
-    function, arguments = MHA_CALLS[name]
-    assert rawmla.warmup_call(function, **arguments, backward=backward) is None
-    assert [launch.stream for launch in world.mha] == [NO_LAUNCH]
-    # With sinks once more: with a gradient of lse there is another kernel.
-    has_sink = "attn_sink" in arguments or "learnable_sink" in arguments
-    wanted = [False, True][: 1 + has_sink] * backward
-    assert [launch.call.has_dlse for launch in world.mha_backward] == wanted
-    assert {launch.stream for launch in world.mha_backward} <= {NO_LAUNCH}
-    assert not world.framework.allocated and not world.framework.copied and not world.framework.filled
-    if backward:
-        forward, other = world.mha[0].call, world.mha_backward[0].call
-        for field in set(forward._fields) & set(other._fields) - {"lse_strides"}:
-            assert getattr(forward, field) == getattr(other, field), field
-        assert other.lse_strides[2] == forward.lse_strides[1] or name == "fixed"
-
-
-@pytest.mark.parametrize("name", MHA_CALLS)
-def test_kernels_of_dense_attention_and_its_backward(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Those that are loaded ahead are those that the call and its gradients load."""
+@pytest.mark.parametrize(("operation", "names", "more"), MHA_CALLS.values(), ids=MHA_CALLS)
+def test_kernels_of_dense_attention_and_its_backward(
+    monkeypatch: pytest.MonkeyPatch, operation: Operation, names: dict[str, str], more: Arguments
+) -> None:
+    """Those that are loaded ahead are those that the call and its gradients load. Nothing else happens."""
     loaded: list[KernelSpec] = []
-    real = {module: getattr(module, prepared) for module, prepared in PREPARED.items()}
+    streams: list[int] = []
+    prepared = mha_forward.PreparedMhaForward, mha_backward.PreparedMhaBackward
     world = make_world(monkeypatch)
-    for module, prepared in PREPARED.items():
-        monkeypatch.setattr(module, prepared, real[module])
+    monkeypatch.setattr(mha_forward, "PreparedMhaForward", prepared[0])
+    monkeypatch.setattr(mha_backward, "PreparedMhaBackward", prepared[1])
 
     def get_kernel(spec: KernelSpec, device: int, *, capturing: Any) -> Any:
         loaded.append(spec)
-        launch = SimpleNamespace(launch=lambda *args: None)
+        launch = SimpleNamespace(launch=lambda stream, *rest: streams.append(stream))
         return SimpleNamespace(prepare=lambda *args, **more: launch)
 
     monkeypatch.setattr(jit, "get_kernel", get_kernel)
     monkeypatch.setattr(jit, "tensor_map", lambda *args, **more: b"")
-    function, arguments = MHA_CALLS[name]
+    arguments = {names.get(name, name): x for name, x in all_arguments(operation).items()} | more
+    function = getattr(rawmla, tensors_of(operation).function)
     rawmla.warmup_call(function, **arguments, backward=True)
+    assert set(streams) == {NO_LAUNCH} and {x.stream for x in world.enqueued} <= {NO_LAUNCH}
+    assert not (world.framework.allocated or world.framework.copied or world.framework.filled)
     ahead = [*loaded]
     assert {spec.name for spec in ahead} >= {"mha_forward", "mha_backward", "mha_backward_finish"}
-    assert ("mha_backward_clear" in {spec.name for spec in ahead}) == (name != "fixed")
+    assert ("mha_backward_clear" in {spec.name for spec in ahead}) == (operation is not MHA)
     loaded.clear()
     memo.clear_all()
     out, lse = function(**arguments)
-    if name == "fixed":
-        rawmla.flash_attn_backward(out, out=out, lse=lse, **arguments)
-    elif name in ("varlen", "renamed"):
-        rawmla.flash_attn_varlen_backward(out, out=out, lse=lse, **arguments)
-        if "attn_sink" in arguments or "learnable_sink" in arguments:
-            rawmla.flash_attn_varlen_backward(out, out=out, lse=lse, **arguments, dlse=lse)
-    else:  # equal head dimensions and flags in arrays of their own
-        rows = 40 if name.startswith("qkv") else 56
-        heads = 8 if name.startswith("qkv") else 2
-        q, k = FakeArray((40, 8, 128), "bfloat16"), FakeArray((rows, heads, 128), "bfloat16")
-        v = FakeArray((rows, heads, out.shape[-1]), "bfloat16")
-        starts = FakeArray((4,))
-        slopes = arguments.get("alibi_slopes")
-        rawmla.flash_attn_varlen_backward(out, q, k, v, out, lse, starts, starts, 20, 20, alibi_slopes=slopes)
+    if operation in (MHA, MHA_VARLEN):
+        backward = rawmla.flash_attn_backward if operation is MHA else rawmla.flash_attn_varlen_backward
+        backward(out, out=out, lse=lse, **arguments)
+        # With sinks once more: with a gradient of lse there is another kernel.
+        backward(out, out=out, lse=lse, **arguments, dlse=lse)
+    else:  # equal head dimensions in arrays of their own
+        q, k, v = [stand_in(getattr(tensors_of(operation).inputs, name)) for name in "qkv"]
+        starts, options = FakeArray((7,)), {name: arguments[name] for name in ("causal", "alibi_slopes")}
+        rawmla.flash_attn_varlen_backward(out, q, k, v, out, lse, starts, starts, 300, 513, **options)
     assert loaded == ahead and not world.mha
 
 
@@ -178,76 +147,49 @@ def test_tensors_that_require_grad(monkeypatch: pytest.MonkeyPatch) -> None:
             rawmla.warmup_call(rawmla.flash_mla_sparse_fwd, kv.detach(), kv, rows, 0.1)
 
 
-@pytest.mark.parametrize(
-    ("function", "changes", "kind", "text"),
-    (
-        (rawmla.flash_attn_func, {"backward": 1}, TypeError, "backward: expected a bool"),
-        (
-            rawmla.flash_attn_backward,
-            {name: FakeArray((3, 7, 2, 64), "bfloat16") for name in ("dout", "out", "q", "k", "v")}
-            | {"lse": FakeArray((3, 2, 7), "float32"), "causal": False, "softcap": 0.0},
-            ValueError,
-            "backward: expected False, as flash_attn_backward has no backward, got True",
-        ),
-        (
-            rawmla.create_block_mask,
-            {},
-            ValueError,
-            "backward: expected False, as create_block_mask has no backward, got True",
-        ),
-    ),
-)
-def test_backward_that_is_refused(
-    world: World, function: Callable[..., Any], changes: Any, kind: Any, text: str
-) -> None:
-    with pytest.raises(kind, match=f"^{text}"):
-        rawmla.warmup_call(function, **{**FIXED, "backward": True, **changes})
-    assert not world.mha_backward and not world.framework.allocated
+def test_backward_that_is_refused(world: World) -> None:
+    with pytest.raises(TypeError, match="^backward: expected a bool"):
+        rawmla.warmup_call(rawmla.flash_attn_func, **all_arguments(MHA), backward=1)
+    for function in (rawmla.flash_attn_backward, rawmla.create_block_mask):
+        text = f"^backward: expected False, as {function.__name__} has no backward, got True"
+        with pytest.raises(ValueError, match=text):
+            rawmla.warmup_call(function, backward=True)
+    assert world.untouched
 
 
-L, S = 300, 500
-
-
-def flex_arguments(**changes: Any) -> dict[str, Any]:
-    query, key = (
-        FakeArray((2, 4, L, 64), "bfloat16", ptr=0x1000),
-        FakeArray((2, 4, S, 64), "bfloat16", ptr=0x2000),
-    )
-    return {"query": query, "key": key, "value": key, **changes}
-
-
-def flex_mask(size: int, dtype: str = "int32") -> rawmla.BlockMask:
-    shape = (1, 1, -(-L // size), -(-S // size))
-    lists = [FakeArray(shape[:3], ptr=0x3000), FakeArray(shape, dtype, ptr=0x4000)]
-    bias = FakeArray((4, L), "float32", ptr=0x5000)
-    mod = rawmla.CudaMod("bias(h, q_idx) < limit", {"bias": bias, "limit": 0.5})
-    return rawmla.BlockMask((L, S), *lists, BLOCK_SIZE=size, mask_mod=mod)
+# ---- flex attention
 
 
 @pytest.mark.parametrize("size", (128, 32, 2**20))
-def test_flex_attention(world: World, size: int) -> None:
+@pytest.mark.parametrize(
+    ("function", "make"),
+    ((rawmla.flex_attention, plain), (rawmla.flex_attention_backward, backward.plain)),
+    ids=("forward", "backward"),
+)
+def test_flex_attention(world: World, function: Any, make: Callable[[], Arguments], size: int) -> None:
     """Its kernels are those of the call; captured arrays stay what they are, whatever their stream."""
-    arguments = flex_arguments(block_mask=flex_mask(size))
     other = FakeFramework("other", stream=0x99)
-    bias = FakeArray((4, S), "float32", ptr=0x6000, framework=other)
-    arguments["score_mod"] = rawmla.CudaMod("score + bias(h, kv_idx)", {"bias": bias})
-    assert rawmla.warmup_call(rawmla.flex_attention, **arguments, return_lse=True) is None
-    (launch,) = world.flex
-    assert launch.stream == NO_LAUNCH and launch.addresses[:3] == (0x1000, 0x2000, 0x2000)
+    mod = rawmla.CudaMod("bias(h, q_idx) < limit", {"bias": table(framework=other), "limit": 0.5})
+    arguments = make() | {"block_mask": mask_of(size=size, full=False, mask_mod=mod)}
+    arguments["score_mod"] = backward.score_mod(framework=other)
+    rawmla.warmup_call(function, **arguments)
+    (launch,) = world.flex + world.flex_backward
+    assert launch.stream == NO_LAUNCH and launch.addresses[:3] == (0x1000, 0x2000, 0x3000)
     assert {x.stream for x in world.enqueued} <= {NO_LAUNCH}
     assert not world.framework.allocated and not world.framework.copied
     loaded, other.stream = list(world.loaded), world.framework.stream
-    rawmla.flex_attention(**arguments, return_lse=True)
-    assert world.flex[1].call == launch.call and world.flex[1].stream == 0x51
-    assert world.loaded == loaded * 2
+    function(**arguments)
+    _, called = world.flex + world.flex_backward
+    assert called.call == launch.call and called.stream == 0x51 and world.loaded == loaded * 2
 
 
 @pytest.mark.parametrize("name", ("kv_num_blocks", "kv_indices"))
 def test_flex_attention_with_what_would_be_copied(world: World, name: str) -> None:
-    mask = flex_mask(128)
+    mask, arguments = mask_of(), plain()
     setattr(mask, name, getattr(mask, name).but(dtype="int64"))
-    key = FakeArray((2, 4, S, 64), "float8_e4m3fn", ptr=0x2000)
-    rawmla.warmup_call(rawmla.flex_attention, **flex_arguments(block_mask=mask, key=key, value=key))
+    for one in ("key", "value"):
+        change(one, dtype="float8_e4m3fn")(arguments)
+    rawmla.warmup_call(rawmla.flex_attention, **arguments, block_mask=mask)
     assert world.flex[0].stream == NO_LAUNCH
     assert not world.framework.allocated and not world.framework.copied
 
