@@ -61,34 +61,17 @@ SHAPES: list[dict[str, Any]] = [
     {"b": 40, "s_q": 5, "s_k": 200, "h_q": 32, "h_kv": 1},
 ]
 OF_CAUSAL: list[dict[str, Any]] = [
-    {"causal": True},
-    {"window": (-1, 9)},
-    {"softmax_scale": 0.3},
-    {"sink": "bfloat16"},
-    {"sink": "float32"},
-    {"d_qk": 111, "d_v": 97},
-    {"d_qk": 104, "d_v": 128},
+    {"causal": True, "softmax_scale": 0.3, "sink": "bfloat16", "d_qk": 111, "d_v": 97},
+    {"window": (-1, 9), "sink": "float32", "d_qk": 104, "d_v": 128},
 ]
 SHORT: dict[str, Any] = {"query_lengths": (40, 1, 0), "contexts": (70, 9, 3)}
 FP8: dict[str, Any] = {"kv_cache_dtype": "fp8_e4m3"}
 OF_PREFIX: list[list[dict[str, Any]]] = [
     [  # by TMA
-        {"block_size": 32},
-        {"block_size": 544},
-        {"h_q": 8, "h_kv": 1},
-        {"h_q": 5, "h_kv": 5},
-        {"d": 104},
-        {"table": "int64"},
-        {"table": "pointers"},
-        {"padded": True, "layout": "slice"},
-        {"causal": False},
-        {"own_cached": True},
-        {"skip_decode": True},
-        {"sm_scale": 0.3},
-        {"sinks": "bfloat16"},
-        {"sinks": "float32"},
-        {"pack": 16},
-        {"query_lengths": (1,) * 300, "contexts": (5,) * 300},
+        {"block_size": 32, "h_q": 8, "h_kv": 1, "table": "int64", "causal": False},
+        {"block_size": 544, "h_q": 5, "h_kv": 5, "d": 104, "table": "pointers", "own_cached": True},
+        {"padded": True, "layout": "slice", "skip_decode": True, "sm_scale": 0.3, "sinks": "bfloat16"},
+        {"pack": 16, "sinks": "float32", "query_lengths": (1,) * 300, "contexts": (5,) * 300},
     ],
     [  # gathered
         {"x": 16},
@@ -114,6 +97,15 @@ OF_FLEX = (
     replace(BASE, block=(256, 128), separate=False),
     replace(BASE, h_q=40, h_kv=40),
 )
+
+
+def narrower(block_mask: Any, width: int) -> Any:
+    """The mask with a function that captures a number."""
+
+    def near(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return (q >= k) & (q - k <= width)
+
+    return with_mask_mod(block_mask, near)
 
 
 def assert_counts(kernels: set[str], groups: Groups) -> None:
@@ -153,7 +145,6 @@ def test_prefix_prefill(kernels: set[str]) -> None:
 def test_flex_attention(kernels: set[str]) -> None:
     """The function that hides small blocks is another mask; two kernels make its lists."""
     inputs = make_flex_inputs(BASE, "cpu")
-    assert inputs.block_mask is not None
     for case in OF_FLEX:
         for _ in range(2):
             flex.attend(make_flex_inputs(case, "cpu"))
@@ -162,11 +153,7 @@ def test_flex_attention(kernels: set[str]) -> None:
         flex.attend(make_flex_inputs(case, "cpu"))
     assert len(kernels) == 4
     for width in range(3):
-
-        def mask(b: Any, h: Any, q: Any, k: Any, width: int = width) -> Any:
-            return (q >= k) & (q - k <= width)
-
-        flex.attend(inputs, block_mask=with_mask_mod(inputs.block_mask, mask))
+        flex.attend(inputs, block_mask=narrower(inputs.block_mask, width))
     assert len(kernels) == 4
     flex.attend(inputs, max_scores=True)
     assert len(kernels) == 5
@@ -204,11 +191,6 @@ def test_backward_of_flex_attention(kernels: set[str]) -> None:
 
     assert_counts(kernels, [(made(False), 6), (made(True), 9)])
     call = made(False)[0].inputs
-    assert call.inputs.block_mask is not None
     for width in range(3):
-
-        def mask(b: Any, h: Any, q: Any, k: Any, width: int = width) -> Any:
-            return (q >= k) & (q - k <= width)
-
-        flex_backward.backward_of(call, block_mask=with_mask_mod(call.inputs.block_mask, mask))
+        flex_backward.backward_of(call, block_mask=narrower(call.inputs.block_mask, width))
     assert len(kernels) == 9

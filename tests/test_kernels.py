@@ -266,7 +266,9 @@ STEPS = range(32, 257, 32)  # head dimensions that have variants of their own
 
 
 def test_forms_of_the_backward() -> None:
-    """Every pair of head dimensions has a form, for every set of flags and of gradients."""
+    """Every pair of head dimensions has a form, for every set of flags and of gradients. Shared memory has
+    room for two stages of Q and dO at least and three where they fit, or for a place of dQ.
+    """
     plain, every = FLAGS[0], FLAGS[-1]
     for dtype in DTYPES:
         assert all(form_of(dtype, 128, 128, *flags) == BY_KEYS for flags in FLAGS[:-1])
@@ -279,9 +281,19 @@ def test_forms_of_the_backward() -> None:
             of_plain = wide if needs.dq or needs.dk else BY_KEYS
             assert form_of(dtype, 192, 128, *flags, needs) == (BY_PRODUCT if any(flags) else of_plain)
         for d_qk, d_v, flags, needs in itertools.product(STEPS, STEPS, FLAGS, NEEDS):
+            form = form_of(dtype, d_qk, d_v, *flags, needs)
             if (d_qk, d_v) != (192, 128):
-                form = form_of(dtype, d_qk, d_v, *flags, needs)
                 assert form == form_of(dtype, d_qk, d_v, *flags) and form in (BY_KEYS, BY_PRODUCT)
+            spec = specs(dtype, d_qk, d_v, *flags, needs)[1]
+            defines = dict(spec.defines)
+            assert (spec.name, spec.threads) == (form.kernel, form.threads)
+            if form.by_product:
+                assert -(-d_qk // 64) % defines["DQ_PLACES"] == 0 < defines["DQ_PLACES"]
+            else:
+                stage = 64 * (2 * 64 * (-(-d_qk // 64) - (-d_v // 64)) + 12)
+                fits = spec.smem_bytes + stage <= MAX_SMEM_BYTES
+                assert defines["WIDE"] == form.is_wide
+                assert defines["STAGES"] == 3 or (defines["STAGES"] == 2 and not fits)
     assert mha_backward_variants.forms_of(128, 128) == (BY_KEYS, BY_PRODUCT)
     assert mha_backward_variants.forms_of(64, 129) == (BY_PRODUCT,)
     for d_qk in range(1, 257):  # all columns of dQ, and no more than the kernel computes
@@ -289,49 +301,25 @@ def test_forms_of_the_backward() -> None:
         assert BY_PRODUCT.accum_columns(d_qk) == -(-d_qk // 64) * 64
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_shared_memory_of_the_backward(dtype: str) -> None:
-    """Any head dimensions and gradients have room for two stages of Q and dO at least, and as many as fit up
-    to three. The form by product has room for a place of dQ at least.
-    """
-    for d_qk, d_v, flags, needs in itertools.product(STEPS, STEPS, FLAGS, NEEDS):
-        form = form_of(dtype, d_qk, d_v, *flags, needs)
-        spec = specs(dtype, d_qk, d_v, *flags, needs)[1]
-        defines = dict(spec.defines)
-        assert (spec.name, spec.threads) == (form.kernel, form.threads)
-        assert spec.smem_bytes <= MAX_SMEM_BYTES
-        if form.by_product:
-            assert -(-d_qk // 64) % defines["DQ_PLACES"] == 0 < defines["DQ_PLACES"]
-        else:
-            assert defines["WIDE"] == form.is_wide
-            stage = 64 * (2 * 64 * (-(-d_qk // 64) - (-d_v // 64)) + 12)
-            fits = spec.smem_bytes + stage <= MAX_SMEM_BYTES
-            assert defines["STAGES"] == 3 or (defines["STAGES"] == 2 and not fits)
-
-
 # ---- what a user's text may have, and what is said of its mistakes
 
 
+WRONG_MASK = CudaMod("int x = q_idx;\nreturn x >= wrong_name;").mod()
+WRONG_GRADIENT = CudaMod("score", grad="grad * wrong_name").mod(backward=True)
+
+
 @pytest.mark.parametrize(
-    ("kernel", "score", "mask", "text"),
+    ("spec", "text"),
     [
-        ("attention", None, CudaMod("q_idx >= wrong_name", {"width": 5}), "return q_idx >= wrong_name"),
-        ("states", None, CudaMod("int x = q_idx;\nreturn x >= wrong_name;"), "return x >= wrong_name;"),
-        ("attention", CudaMod("score + bias(h)", {"bias": 2}), CudaMod("true"), "bias"),
-        ("attention", CudaMod("score +"), None, "expected an expression"),
-        ("gradients", CudaMod("score", grad="grad * wrong_name"), None, '"wrong_name" is undefined'),
+        (block_mask.states_spec(header_of(None, WRONG_MASK)), "return x >= wrong_name;"),
+        (
+            mha_backward_variants.flex_spec("bfloat16", 64, 64, BY_KEYS, header_of(WRONG_GRADIENT, None)),
+            '"wrong_name" is undefined',
+        ),
     ],
-    ids=("mask", "lines", "call", "syntax", "gradient"),
+    ids=("mask", "gradient"),
 )
-def test_a_mistake_is_shown_where_it_is(
-    tmp_path: Path, kernel: str, score: CudaMod | None, mask: CudaMod | None, text: str
-) -> None:
-    header = header_of(score and score.mod(backward=kernel == "gradients"), mask and mask.mod())
-    spec = {
-        "attention": lambda: mha_forward_variants.flex_spec("bfloat16", 64, 64, 128, False, header),
-        "states": lambda: block_mask.states_spec(header),
-        "gradients": lambda: mha_backward_variants.flex_spec("bfloat16", 64, 64, BY_KEYS, header),
-    }[kernel]()
+def test_a_mistake_is_shown_where_it_is(tmp_path: Path, spec: KernelSpec, text: str) -> None:
     with pytest.raises(rawmla.CompileError) as caught:
         Builder(find_source_root(), DiskCache(tmp_path, 10**8)).build(spec)
     shown = caught.value.user_lines
