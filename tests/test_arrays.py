@@ -242,49 +242,38 @@ class TestTorch:
             inspect(tensor, "q")
         assert inspect(empty, "q").shape == (0, 3)
 
-    @pytest.fixture(params=(True, False), ids=("fast", "plain"))
-    def framework(self, torch: Any, request: Any, monkeypatch: pytest.MonkeyPatch) -> TorchFramework:
-        """One whose allocations on devices 0 (the current one) and 1 come from CPU memory."""
+    @pytest.mark.parametrize("has_fast", (True, False))
+    @pytest.mark.parametrize("device", (0, 1))
+    def test_allocations(
+        self, torch: Any, monkeypatch: pytest.MonkeyPatch, device: int, has_fast: bool
+    ) -> None:
+        """The fast function of torch is for the current device alone, which is 0; it gives CPU memory here."""
         framework = TorchFramework(torch)
-        self.allocated: list[tuple[str, str, int]] = []
+        places: list[tuple[str, int]] = []
 
-        def noted(way: str, make: Any) -> Any:
-            def made(*layout: Any, dtype: Any, device: tuple[str, int] = ("cuda", 0)) -> Any:
-                self.allocated.append((way, *device))
-                return make(*layout, dtype=dtype)
-
-            return made
+        def place(*given: Any) -> str:
+            places.append(given)
+            return "meta"
 
         def fast(shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any) -> Any:
-            return noted("fast", torch.empty_strided)(shape, strides, dtype=dtype)
+            return torch.empty_strided(shape, strides, dtype=dtype)
 
-        plain = {name: noted("plain", getattr(torch, name)) for name in ("empty", "empty_strided")}
-        monkeypatch.setattr(framework, "_torch", SimpleNamespace(**plain, device=lambda *place: place))
+        others = SimpleNamespace(device=place, empty=torch.empty, empty_strided=torch.empty_strided)
+        monkeypatch.setattr(framework, "_torch", others)
         monkeypatch.setattr(framework, "_current_device", lambda: 0)
-        monkeypatch.setattr(framework, "_empty_strided", fast if request.param else None)
-        return framework
-
-    @pytest.mark.parametrize("device", (0, 1))
-    def test_allocations(self, torch: Any, framework: TorchFramework, device: int) -> None:
-        way = "fast" if framework._empty_strided is not None and device == 0 else "plain"
-        for shape in ((2, 3), (4, 1, 5), (7,), (0, 3)):
-            array = framework.empty(shape, "bfloat16", device)
-            assert (array.shape, array.dtype) == (shape, torch.bfloat16)
+        monkeypatch.setattr(framework, "_empty_strided", fast if has_fast else None)
+        wanted = [((2, 3), "float32"), ((4, 1, 5), "bfloat16"), ((0, 3), "int32")]
+        allocate = framework.allocator(wanted, 1001, device)
+        made = [framework.empty(*array, device) for array in wanted]
+        made += [*allocate(), *allocate()]  # the function is kept and called again
+        is_fast = has_fast and device == 0
+        with_scratch = [*wanted, ((1001,), "uint8")]
+        for array, (shape, dtype) in zip(made, [*wanted, *with_scratch, *with_scratch], strict=True):
+            assert (array.shape, array.dtype) == (shape, getattr(torch, dtype))
             assert array.stride() == torch.empty(shape).stride()
-            assert self.allocated.pop() == (way, "cuda", device)
-        for scratch_bytes in (0, 1001):
-            wanted = [((2, 3), "float32"), ((4, 1, 5), "bfloat16")]
-            allocate = framework.allocator(wanted, scratch_bytes, device)
-            for _ in range(2):  # the function is kept and called again
-                first, last, scratch = allocate()
-                assert (first.shape, first.dtype) == ((2, 3), torch.float32) and first.is_contiguous()
-                assert (last.shape, last.dtype) == ((4, 1, 5), torch.bfloat16) and last.is_contiguous()
-                assert self.allocated == [(way, "cuda", device)] * (2 + bool(scratch_bytes))
-                self.allocated.clear()
-                if scratch_bytes:
-                    assert (scratch.shape, scratch.dtype) == ((1001,), torch.uint8)
-                else:
-                    assert scratch is None
+            assert array.device.type == ("cpu" if is_fast else "meta")
+        assert set(places) == (set() if is_fast else {("cuda", device)})
+        assert framework.allocator(wanted, 0, device)()[3:] == [None]
 
     @pytest.mark.parametrize("columns", (1, 8, 17))
     def test_copies(self, torch: Any, columns: int) -> None:

@@ -167,7 +167,7 @@ def test_a_damaged_entry_is_rebuilt(project: Project, damage: str) -> None:
 # ---- processes and threads
 
 WORKER = """\
-import sys, time
+import time
 from pathlib import Path
 from jit_project import tiny
 from rawmla.jit import Builder, DiskCache, nvrtc
@@ -188,12 +188,10 @@ print(compiled.meta["origin"], compiled.meta["cubin_sha256"], flush=True)
 
 def start_workers(project: Project, count: int, compile_seconds: float) -> list[subprocess.Popen[str]]:
     """Processes that are about to build."""
-    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
-    command = [sys.executable, "-c", WORKER, str(project.root), str(compile_seconds)]
+    code = f"import sys; sys.path[:] = {sys.path!r}\n{WORKER}"
+    command = [sys.executable, "-c", code, str(project.root), str(compile_seconds)]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    workers = [
-        subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path}, **pipes) for _ in range(count)
-    ]
+    workers = [subprocess.Popen(command, **pipes) for _ in range(count)]
     for worker in workers:
         assert worker.stdout is not None and worker.stdout.readline() == "ready\n"
     for worker in workers:
