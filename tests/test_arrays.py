@@ -206,27 +206,6 @@ class TestTorch:
         with pytest.raises(ValueError, match=r"^q: expected a tensor in CUDA memory, got .* on device cpu"):
             inspect(torch.zeros(2, 3), "q")
 
-    def test_requires_grad(self, torch: Any, on_cuda: Any) -> None:
-        tensor = on_cuda(torch.zeros(2)).requires_grad_()
-        with pytest.raises(ValueError, match=r"^q: expected .* needs no gradient.*torch\.no_grad\(\)"):
-            inspect(tensor, "q")
-        with torch.no_grad():
-            assert inspect(tensor, "q").shape == (2,)
-        assert inspect(tensor.detach(), "q").shape == (2,)
-
-    def test_negative_bit(self, torch: Any, on_cuda: Any) -> None:
-        """Memory holds the values with the other sign. A tensor of complex numbers cannot hide it: its dtype
-        is refused by every operation.
-        """
-        numbers = torch.tensor([1 + 2j, 3 + 4j])
-        imaginary = numbers.conj().imag
-        assert imaginary.is_neg()
-        with pytest.raises(ValueError, match=r"^bias: expected .* negative bit.*resolve_neg\(\)"):
-            inspect(on_cuda(imaginary), "bias")
-        for good in (imaginary.resolve_neg(), numbers.imag, numbers.conj().real):
-            assert inspect(on_cuda(good), "bias").shape == (2,)
-        assert inspect(on_cuda(numbers.conj()), "x").dtype == "complex64"
-
     def test_tensors_without_memory(self, torch: Any, on_cuda: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         """A fake tensor and a wrapper subclass have a shape and strides, and a sparse tensor has neither."""
         sparse = on_cuda(torch.zeros(2, 2).to_sparse())

@@ -39,15 +39,7 @@ def kernels(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> Iterator[set
             prepare=lambda *_, **__: SimpleNamespace(launch=lambda *_, **__: None),
         )
 
-    def any_results(inputs: Any) -> tuple[Any, Any]:
-        out = inputs.q.new_zeros((*inputs.q.shape[:-1], inputs.case.d_v))
-        lse = out[..., 0].float().contiguous()
-        is_dense_batch = isinstance(inputs.case, MhaCase) and inputs.cu_seqlens_q is None
-        return out, lse.transpose(1, 2).contiguous() if is_dense_batch else lse
-
     monkeypatch.setattr(jit, "get_kernel", get_kernel)
-    for module in (dense_backward, flex_backward):  # nobody looks at numbers
-        monkeypatch.setattr(module, "exact_results", any_results)
     yield asked
 
 

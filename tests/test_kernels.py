@@ -61,10 +61,6 @@ from rawmla.kernels.flex_captured import IN_ANY_ORDER, IN_DIGITS, IN_UNITS, LARG
 from rawmla.kernels.mha_backward_variants import BY_KEYS, BY_KEYS_WIDE, BY_PRODUCT, form_of, specs
 
 
-def of(name: str) -> list[KernelSpec]:
-    return [spec for spec in SPECS if spec.name == name]
-
-
 def test_variants() -> None:
     assert len(set(SPECS)) == len(SPECS) and set(default_specs()) < set(SPECS)
     assert not any(prefill for _, prefill in map(family, default_specs()))
@@ -194,30 +190,26 @@ def test_constants_of_the_plan() -> None:
     assert reference.PLAN_COLUMNS == mla_metadata.PLAN_COLUMNS
 
 
-PLAN_BATCHES = (1, 512, 513, mla_metadata.MAX_BATCH)
-
-
 def constants() -> Iterator[tuple[KernelSpec, list[str]]]:
     """Numbers of Python by the names that the C++ of a variant has for them.
 
     Only what no wrong result shows: the cost model of plans, shared memory, and what is left out.
     """
-    for b in PLAN_BATCHES:
-        yield (
-            mla_metadata.spec(b),
-            [
-                f"kMaxFixedCost == {reference.MAX_FIXED_COST}",
-                f"kFixedCostDivisor == {reference.FIXED_COST_DIVISOR}",
-                f"kMaxShortPartition == {reference.MAX_SHORT_PART}",
-                f"kShortPartFactor == {reference.SHORT_PART_FACTOR}",
-                "sizeof(SharedMemoryPlan) == 4 * (2 * kMaxBatch + 1 + 2 * kWarps)",
-                f"kMaxBatch >= {b}",
-            ],
-        )
-    for spec in of("mla_combine"):
-        dtype = {code: name for name, code in common.DTYPES.items()}[dict(spec.defines)["DTYPE"]]
-        row_bytes = mla_combine.split_row_bytes(dtype, family(spec)[1])
-        yield spec, [f"16 / kVectorColumns * kDimV + 4 * (1 + kScaleHalves + MAX_LOGITS) == {row_bytes}"]
+    for b in (1, 512, 513, mla_metadata.MAX_BATCH):
+        conditions = [
+            f"kMaxFixedCost == {reference.MAX_FIXED_COST}",
+            f"kFixedCostDivisor == {reference.FIXED_COST_DIVISOR}",
+            f"kMaxShortPartition == {reference.MAX_SHORT_PART}",
+            f"kShortPartFactor == {reference.SHORT_PART_FACTOR}",
+            "sizeof(SharedMemoryPlan) == 4 * (2 * kMaxBatch + 1 + 2 * kWarps)",
+            f"kMaxBatch >= {b}",
+        ]
+        yield mla_metadata.spec(b), conditions
+    for spec in SPECS:
+        if spec.name == "mla_combine":
+            dtype = {code: name for name, code in common.DTYPES.items()}[dict(spec.defines)["DTYPE"]]
+            row_bytes = mla_combine.split_row_bytes(dtype, family(spec)[1])
+            yield spec, [f"16 / kVectorColumns * kDimV + 4 * (1 + kScaleHalves + MAX_LOGITS) == {row_bytes}"]
     for format in mla_cache_rows.CACHE_FORMATS:
         least = [f"kV32MinScale == {reference.V32_MIN_SCALE!r}", f"kE4m3Max == {reference.E4M3_MAX!r}"]
         least += [f"kModel1MinAmax == {float(np.float32(1e-4))!r}"]
@@ -226,31 +218,27 @@ def constants() -> Iterator[tuple[KernelSpec, list[str]]]:
         for needs in (mha_backward_variants.ALL, mha_backward_variants.ALL._replace(dq=False)):
             spec, form = specs("bfloat16", *dims, needs=needs)[1], form_of("bfloat16", *dims, *FLAGS[0])
             parts = "kChunksQK" if form.by_product else "kDqParts"
-            yield (
-                spec,
-                [
-                    f"kTileKeys == {form.tile_keys} && kThreads == {form.threads}",
-                    f"kStages == {dict(spec.defines).get('STAGES', 2)}",
-                    f"sizeof(SharedMemoryPlan) + 2 * {mha_backward_variants._BARRIER_BYTES} > SMEM_BYTES",
-                    f"{parts} * kPartBytes == 4 * kBlockRows * {form.accum_columns(dims[0])}",
-                    f"{parts} % kPlaces == 0 || kPlaces % {parts} == 0",
-                ],
-            )
+            conditions = [
+                f"kTileKeys == {form.tile_keys} && kThreads == {form.threads}",
+                f"kStages == {dict(spec.defines).get('STAGES', 2)}",
+                f"sizeof(SharedMemoryPlan) + 2 * {mha_backward_variants._BARRIER_BYTES} > SMEM_BYTES",
+                f"{parts} * kPartBytes == 4 * kBlockRows * {form.accum_columns(dims[0])}",
+                f"{parts} % kPlaces == 0 || kPlaces % {parts} == 0",
+            ]
+            yield spec, conditions
     for dims in (*kernel_variants.FLEX_DIMS, (96, 96)):
         tile = mha_forward_variants.tile_in_blocks(*dims)
         yield forward_spec("bfloat16", dims, "both"), [f"kTileKeys == {tile.keys} && 128 % kTileKeys == 0"]
         yield gradient_spec(dims, "softcap, causal"), ["kFlex && kTrims && kHasDerivative"]
         yield gradient_spec(dims, "neither"), ["kFlex && !kTrims && !kHasDerivative"]
+    conditions = [
+        f"sizeof(CapturedCell) == {flex_captured._CELL_BYTES}",
+        f"sizeof(CapturedDigits) == {flex_captured._DIGITS_BYTES}",
+        f"kElementsTogether == {flex_captured._ELEMENTS_TOGETHER}",
+        "2 * kRegisters + kProducerRegisters <= 3 * 168",
+    ]
     for pass_ in (IN_ANY_ORDER, LARGEST, IN_UNITS, IN_DIGITS):
-        yield (
-            captured_spec("bfloat16", 128, 128, pass_, header_of(BY_QUERY, CAUSAL)),
-            [
-                f"sizeof(CapturedCell) == {flex_captured._CELL_BYTES}",
-                f"sizeof(CapturedDigits) == {flex_captured._DIGITS_BYTES}",
-                f"kElementsTogether == {flex_captured._ELEMENTS_TOGETHER}",
-                "2 * kRegisters + kProducerRegisters <= 3 * 168",
-            ],
-        )
+        yield captured_spec("bfloat16", 128, 128, pass_, header_of(BY_QUERY, CAUSAL)), conditions
 
 
 @pytest.mark.parametrize(
