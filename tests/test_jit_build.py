@@ -8,10 +8,11 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from jit_project import KERNEL, Project, tiny
+from jit_project import KERNEL, Project, tiny, with_text
 
 from rawmla.errors import CompileError, MissingDependencyError, NVRTCNotFoundError, RawMLAError
 from rawmla.jit import CompiledKernel, KernelSpec, export, nvrtc, ptxas, sources
@@ -227,17 +228,16 @@ def test_losses_fail_the_build(project: Project, source: str, text: str) -> None
 def test_a_missing_compiler_names_the_remedy(
     project: Project, monkeypatch: pytest.MonkeyPatch, missing: str
 ) -> None:
-    class NoLibrary:
-        @staticmethod
-        def nvrtcVersion() -> None:
-            raise RuntimeError("libnvrtc.so.12 not found\nlong search list")
+    def no_library() -> None:
+        raise RuntimeError("libnvrtc.so.12 not found\nlong search list")
 
     error: type[Exception]
     if missing == "bindings":
         monkeypatch.setitem(sys.modules, "cuda.bindings", None)
         error, text = MissingDependencyError, r"pip install .*\[cu12\]"
     else:
-        monkeypatch.setattr(nvrtc, "_bindings", lambda: NoLibrary)
+        library = SimpleNamespace(nvrtcVersion=no_library)
+        monkeypatch.setattr(nvrtc, "_bindings", lambda: library)
         error, text = NVRTCNotFoundError, r"libnvrtc.so.12 not found\).*RAWMLA_CUBIN_DIR"
     nvrtc._version.cache_clear()
     try:
@@ -265,10 +265,6 @@ def texts(project: Project) -> Project:
     """A project whose kernel includes a generated header."""
     project.write("kernels/tiny.cu", WITH_TEXT)
     return project
-
-
-def with_text(text: str, name: str = "mod/score.cuh") -> KernelSpec:
-    return tiny(headers=((name, text),))
 
 
 def built(project: Project, text: str, prebuilt: Path | None = None) -> CompiledKernel:

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from jit_project import at_once, tiny
+from jit_project import at_once, tiny, with_text
 
 from rawmla.errors import KernelNotReadyError, LaunchError, NoGPUError, UnsupportedGPUError
 from rawmla.jit import (
@@ -290,10 +290,6 @@ def test_threads_do_not_mix_their_launches(library: FakeLibrary) -> None:
     for one in plain:
         number = one["stream"] - 8
         assert one["grid"][0] == number + 1 and one["params"] == bytes([number]) * PARAM_BYTES
-
-
-def with_text(text: str) -> KernelSpec:
-    return tiny(headers=(("mod/score.cuh", text),))
 
 
 class Code:
