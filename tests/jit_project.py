@@ -63,6 +63,11 @@ def tiny(
     return KernelSpec(name, (("FACTOR", factor),), threads, smem_bytes, headers, may_lose)
 
 
+def with_text(text: str, name: str = "mod/score.cuh") -> KernelSpec:
+    """The variant with a generated header."""
+    return tiny(headers=((name, text),))
+
+
 def at_once(count: int, run: Callable[[int], object]) -> None:
     """Call `run(0)`, `run(1)` and so on in threads that begin together."""
     start = threading.Barrier(count)

@@ -25,8 +25,7 @@ from rawmla.kernels import (
 )
 
 DENSE_DECODE = ("mla_dense_decode", "mla_dense_decode_few_rows")
-FP8_DECODE = ("mla_sparse_fp8", "mla_sparse_fp8_cluster")
-SPARSE_DECODE = (*FP8_DECODE, "mla_sparse_fp8_few_heads", "mla_sparse_bf16")
+SPARSE_DECODE = ("mla_sparse_fp8", "mla_sparse_fp8_cluster", "mla_sparse_fp8_few_heads", "mla_sparse_bf16")
 
 # By kernel, and by whether the variant is one for prefill
 PARAMS: dict[tuple[str, bool], ParamStruct] = {

@@ -138,16 +138,11 @@ def dangling_link(file: Path) -> None:
 
 CUBIN, META = "kernel.cubin", "meta.json"
 DAMAGES: dict[str, tuple[str, Callable[..., Any]]] = {
-    "truncated": (CUBIN, lambda file: file.write_bytes(file.read_bytes()[:100])),
-    "a bit": (
-        CUBIN,
-        lambda file: file.write_bytes(file.read_bytes()[:-9] + b"\x01" + file.read_bytes()[-8:]),
-    ),
+    "a bit": (CUBIN, lambda file: file.write_bytes(bytes([file.read_bytes()[0] ^ 1]) + file.read_bytes()[1:])),
     "no cubin": (CUBIN, Path.unlink),
     "a pipe": (CUBIN, lambda file: (file.unlink(), os.mkfifo(file, 0o600))),
     "a folder": (CUBIN, lambda file: (file.unlink(), file.mkdir(mode=0o755))),
     "empty": (META, lambda file: file.write_bytes(b"")),
-    "no report": (META, Path.unlink),
     "other JSON": (META, lambda file: file.write_bytes(b"[1, 2]")),
     "forged": (META, forge),
     "another key's": (META, replace_entry),
@@ -172,7 +167,7 @@ def test_a_damaged_entry_is_rebuilt(project: Project, damage: str) -> None:
 # ---- processes and threads
 
 WORKER = """\
-import sys, time
+import time
 from pathlib import Path
 from jit_project import tiny
 from rawmla.jit import Builder, DiskCache, nvrtc
@@ -193,12 +188,10 @@ print(compiled.meta["origin"], compiled.meta["cubin_sha256"], flush=True)
 
 def start_workers(project: Project, count: int, compile_seconds: float) -> list[subprocess.Popen[str]]:
     """Processes that are about to build."""
-    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
-    command = [sys.executable, "-c", WORKER, str(project.root), str(compile_seconds)]
+    code = f"import sys; sys.path[:] = {sys.path!r}\n{WORKER}"
+    command = [sys.executable, "-c", code, str(project.root), str(compile_seconds)]
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    workers = [
-        subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path}, **pipes) for _ in range(count)
-    ]
+    workers = [subprocess.Popen(command, **pipes) for _ in range(count)]
     for worker in workers:
         assert worker.stdout is not None and worker.stdout.readline() == "ready\n"
     for worker in workers:
@@ -252,9 +245,8 @@ def test_a_valid_entry_wins(project: Project) -> None:
 # ---- folders where nothing can be stored, or that are not trusted
 
 
-def build_in_memory(project: Project) -> str:
+def build_in_memory(one: Builder) -> str:
     """Build three times with one builder where nothing can be stored; returns the only warning."""
-    one = project.builder()
     with pytest.warns(RuntimeWarning) as caught:
         compiled = [one.build(tiny(1)), one.build(tiny(1)), one.build(tiny(2))]
     assert [result.meta["origin"] for result in compiled] == ["compiled", "memory", "compiled"]
@@ -263,34 +255,13 @@ def build_in_memory(project: Project) -> str:
     return str(warning.message)
 
 
-def _link_to_open(project: Project) -> None:
-    (project.root / "open").mkdir()
-    (project.root / "open").chmod(0o777)
-    project.cache_dir.symlink_to(project.root / "open")
-
-
-def _below_a_file(project: Project) -> None:
-    (project.root / "file").write_text("")
-    project.cache_dir = project.root / "file" / "cache"
-
-
-def _open_for_a_group(project: Project) -> None:
-    project.build()
-    project.cache_dir.chmod(0o775)
-
-
-@pytest.mark.parametrize(
-    ("change", "text"),
-    [
-        (_open_for_a_group, "chmod go-w"),
-        (_link_to_open, "chmod go-w"),
-        (_below_a_file, "RAWMLA_CACHE_DIR"),
-    ],
-)
-def test_a_refused_folder(project: Project, change: Callable[[Project], None], text: str) -> None:
-    change(project)
-    said = build_in_memory(project)
-    assert text in said and str(project.root) in said
+def test_a_link_to_an_open_folder_is_refused(project: Project) -> None:
+    folder = project.root / "open"
+    folder.mkdir()
+    folder.chmod(0o777)
+    project.cache_dir.symlink_to(folder)
+    said = build_in_memory(project.builder())
+    assert f"{folder} is writable for others" in said and "`chmod go-w` it" in said
 
 
 @pytest.mark.parametrize(("code", "where"), [(errno.ENOSPC, "write_bytes"), (errno.EROFS, "mkdtemp")])
@@ -305,16 +276,16 @@ def test_full_or_read_only_disk(
 
     owner: Any = entry.tempfile if where == "mkdtemp" else Path
     monkeypatch.setattr(owner, where, refuse)
-    assert os.strerror(code) in build_in_memory(project) and origin(project, 3) == "cache"
+    assert os.strerror(code) in build_in_memory(project.builder()) and origin(project, 3) == "cache"
     monkeypatch.undo()
     assert len(project.entries()) == 1 and not list(project.cache_dir.glob(".tmp-*"))
 
 
 def test_kernels_in_memory_are_bounded(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(builder, "MEMORY_KERNELS", 2)
-    _below_a_file(project)
+    project.cache_dir.write_text("")  # a file: no folder can be made there
     one = project.builder()
-    with pytest.warns(RuntimeWarning, match="in memory"):
+    with pytest.warns(RuntimeWarning, match=rf"in memory.*{project.cache_dir}.*RAWMLA_CACHE_DIR"):
         origins = [one.build(tiny(factor)).meta["origin"] for factor in (1, 2, 1, 3, 1, 2)]
     assert origins == ["compiled", "compiled", "memory", "compiled", "memory", "compiled"]
 
@@ -375,28 +346,18 @@ def test_a_folder_for_everybody_needs_one_below_it(project: Project, pretend: Pr
     assert f"such as {project.cache_dir / 'rawmla'}" in warning and "chmod" not in warning
 
 
-@pytest.mark.parametrize("cache_dir", ["", "~/kernels"])
-def test_no_home_is_one_warning(
-    project: Project, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cache_dir: str
-) -> None:
+def test_no_home_is_one_warning(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a container whose user has no entry in /etc/passwd."""
 
     def unknown(uid: int) -> None:
         raise KeyError(f"getpwuid(): uid not found: {uid}")
 
     monkeypatch.setattr("pwd.getpwuid", unknown)
-    for name in ("HOME", "XDG_CACHE_HOME", "RAWMLA_CACHE_MAX_MB"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("RAWMLA_CACHE_DIR", cache_dir)
-    monkeypatch.setenv("RAWMLA_CUBIN_DIR", "")
+    monkeypatch.delenv("HOME", raising=False)
     monkeypatch.setattr(builder, "find_source_root", lambda: project.sources)
-    monkeypatch.chdir(tmp_path)
-    builder._default_builder.cache_clear()
-    with pytest.warns(RuntimeWarning, match="no home folder.*RAWMLA_CACHE_DIR") as caught:
-        origins = [builder.build(tiny(factor)).meta["origin"] for factor in (1, 1, 2)]
-    assert origins == ["compiled", "memory", "compiled"]
-    assert len(caught) == 1 and not (tmp_path / "~").exists()
-    builder._default_builder.cache_clear()
+    monkeypatch.chdir(project.root)
+    said = build_in_memory(builder._default_builder.__wrapped__("~/kernels", "", "", ""))
+    assert "no home folder" in said and "RAWMLA_CACHE_DIR" in said and not (project.root / "~").exists()
 
 
 # ---- entries that are not trusted
@@ -611,23 +572,17 @@ def test_prebuilt_folder_round_trip(project: Project, monkeypatch: pytest.Monkey
     assert project.builder(folder).build(tiny(1)).meta["origin"] == "prebuilt"
 
 
-@pytest.mark.parametrize("problem", ["stale", "damaged", "missing folder", "open", "foreign"])
-def test_unusable_prebuilt_folder_is_named_once_and_compiled_around(
-    project: Project, pretend: Pretend, problem: str
-) -> None:
+@pytest.mark.parametrize("problem", ["stale", "missing folder", "open"])
+def test_unusable_prebuilt_folder_is_named_once_and_compiled_around(project: Project, problem: str) -> None:
     """Once for all kernels, also when threads ask for them at the same time."""
     folder = project.root / "prebuilt"
-    entry_folder = export(project.build(1), folder)
+    export(project.build(1), folder)
     if problem == "stale":
         project.write("lib/inner.cuh", INNER + "// newer\n")
-    elif problem == "damaged":
-        (entry_folder / "kernel.cubin").write_bytes(b"\x7fELF")
     elif problem == "missing folder":
         folder = project.root / "elsewhere"
-    elif problem == "open":
-        folder.chmod(0o777)
     else:
-        pretend(folder, uid=SOMEONE)
+        folder.chmod(0o777)
     one = project.builder(folder)
     origins: set[str] = set()
     with pytest.warns(RuntimeWarning) as caught:

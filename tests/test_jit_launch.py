@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from jit_project import at_once, tiny
+from jit_project import at_once, tiny, with_text
 
 from rawmla.errors import KernelNotReadyError, LaunchError, NoGPUError, UnsupportedGPUError
 from rawmla.jit import (
@@ -148,13 +148,15 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeLibrary]:
     tensor_map.cache_clear()
 
 
-def make_kernel(library: FakeLibrary, spec: KernelSpec | None = None, **changes: Any) -> Kernel:
+def make_kernel(
+    library: FakeLibrary, spec: KernelSpec | None = None, device: int = 0, **changes: Any
+) -> Kernel:
     spec = spec or KernelSpec("tiny", (("FACTOR", 1),), 384, 232_448)
     stand_in = Driver(library)
     stand_in._contexts[0] = CONTEXT_A
     keep_loaded = loading._keep_loaded if spec.user_text else None
     rest = {"param_bytes": PARAM_BYTES, "module": None, **changes}
-    return Kernel(spec, 0, {}, stand_in, CONTEXT_A, FUNCTION, *rest.values(), keep_loaded)
+    return Kernel(spec, device, {}, stand_in, CONTEXT_A, FUNCTION, *rest.values(), keep_loaded)
 
 
 def compiled(spec: KernelSpec, log: str = "") -> CompiledKernel:
@@ -229,41 +231,30 @@ def test_a_launch_that_is_none_is_refused(library: FakeLibrary) -> None:
 
 
 def test_prepared_launch(library: FakeLibrary) -> None:
-    """Only the stream and the first members differ from launch to launch."""
-    library.set_current(CONTEXT_A)
+    """Only the stream and the first members differ. After a launch that says that its context is current, the
+    next one need not ask.
+    """
     kernel = make_kernel(library)
     options: dict[str, Any] = {"cluster": (2, 1, 1), "pdl": True}
     prepared = kernel.prepare((4, 5, 6), PARAMS, CHANGING, **options)
-    for stream, members in ((7, (1, 2)), (0x99, (1 << 63, 3))):
-        prepared.launch(stream, *members)
+    for context, stream, members in ((CONTEXT_A, 7, (1, 2)), (CONTEXT_B, 0x99, (1 << 63, 3))):
+        library.set_current(context)
+        assert prepared.launch(stream, *members) == (context == CONTEXT_A)
         kernel.launch((4, 5, 6), CHANGING.pack(*members) + PARAMS[CHANGING.size :], stream, **options)
         assert library.launches[-2] == library.launches[-1]
-
-
-def test_prepared_launch_on_another_device(library: FakeLibrary) -> None:
-    library.set_current(CONTEXT_B)
-    prepared = make_kernel(library).prepare((1, 1, 1), PARAMS, CHANGING)
-    assert prepared.launch(0, 1, 2) is False
-    assert library.launches[0]["context"] == CONTEXT_A
-    assert library._stack() == [CONTEXT_B]
-    library.set_current(CONTEXT_A)
-    assert prepared.launch(0, 1, 2) is True
     asked = library.asked_context
     assert prepared.launch(0, 1, 2, context_is_current=True) is True
-    assert library.asked_context == asked and len(library.launches) == 3
+    assert library.asked_context == asked and len(library.launches) == 5
 
 
 def test_the_stream_that_takes_no_launches(library: FakeLibrary) -> None:
     kernel = make_kernel(library)
-    prepared = kernel.prepare((1, 1, 1), bytes(PARAM_BYTES), struct.Struct("@N"))
-    kernel.launch((1, 1, 1), bytes(PARAM_BYTES), launch.NO_LAUNCH)
-    assert prepared.launch(launch.NO_LAUNCH, 5) is False
-    assert not library.launches
-    kernel.launch((1, 1, 1), bytes(PARAM_BYTES), 0x51)
-    prepared.launch(0x51, 5)
-    prepared.launch(launch.NO_LAUNCH, 5)
-    prepared.launch(0x51, 6)
-    assert len(library.launches) == 3
+    prepared = kernel.prepare((1, 1, 1), PARAMS, CHANGING)
+    kernel.launch((1, 1, 1), PARAMS, launch.NO_LAUNCH)
+    assert prepared.launch(launch.NO_LAUNCH, 1, 2) is False and not library.launches
+    for stream in (0x51, launch.NO_LAUNCH, 0x51):
+        prepared.launch(stream, 1, 2)
+    assert len(library.launches) == 2
 
 
 @pytest.mark.parametrize("current", [None, CONTEXT_A, CONTEXT_B])
@@ -301,29 +292,6 @@ def test_threads_do_not_mix_their_launches(library: FakeLibrary) -> None:
         assert one["grid"][0] == number + 1 and one["params"] == bytes([number]) * PARAM_BYTES
 
 
-def test_loaded_kernels_are_found_also_in_a_capture(
-    library: FakeLibrary, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kernel = make_kernel(library)
-    loads = []
-    monkeypatch.setattr(loading, "build", compiled)
-    monkeypatch.setattr(loading, "_load", lambda built, device: loads.append((built.spec, device)) or kernel)
-    spec = tiny()
-    with pytest.raises(
-        KernelNotReadyError, match=r"tiny\[FACTOR=1\].*`rawmla\.warmup`.*or the function itself once"
-    ):
-        get_kernel(spec, 1, capturing=lambda: True)
-    assert get_kernel(spec, 1) is kernel
-    assert get_kernel(tiny(), 1) is get_kernel(spec, 1, capturing=lambda: True) is kernel
-    assert loads == [(spec, 1)]
-    with pytest.raises(KernelNotReadyError, match="device 0"):
-        get_kernel(spec, 0, capturing=lambda: True)
-
-
-def with_text(text: str) -> KernelSpec:
-    return tiny(headers=(("mod/score.cuh", text),))
-
-
 class Code:
     """Stands for a loaded module; notes the context in which it is unloaded."""
 
@@ -341,14 +309,25 @@ def loads(library: FakeLibrary, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def load(built: CompiledKernel, device: int) -> Kernel:
         made.append("".join(text for _, text in built.spec.headers))
-        return make_kernel(library, built.spec, module=Code(library))
+        return make_kernel(library, built.spec, device, module=Code(library))
 
     monkeypatch.setattr(loading, "build", compiled)
     monkeypatch.setattr(loading, "_load", load)
     return made
 
 
-def test_variants_with_text_are_bounded(library: FakeLibrary, loads: list[str]) -> None:
+def test_loaded_kernels_are_found_also_in_a_capture(loads: list[str]) -> None:
+    text = r"tiny\[FACTOR=1\].* device {}.*`rawmla\.warmup`.*or the function itself once"
+    with pytest.raises(KernelNotReadyError, match=text.format(1)):
+        get_kernel(tiny(), 1, capturing=lambda: True)
+    kernel = get_kernel(tiny(), 1)
+    assert get_kernel(tiny(), 1) is get_kernel(tiny(), 1, capturing=lambda: True) is kernel
+    assert loads == [""] and (kernel.spec, kernel.device) == (tiny(), 1)
+    with pytest.raises(KernelNotReadyError, match=text.format(0)):
+        get_kernel(tiny(), 0, capturing=lambda: True)
+
+
+def test_variants_with_text_are_bounded(loads: list[str]) -> None:
     """Two of them stay: the ones that were looked up last. Our own all stay."""
     for factor in range(10):
         get_kernel(tiny(factor), 0)
@@ -361,15 +340,20 @@ def test_variants_with_text_are_bounded(library: FakeLibrary, loads: list[str]) 
         get_kernel(with_text("c"), 0, capturing=lambda: True)
 
 
-def test_a_prepared_launch_keeps_its_kernel_loaded(library: FakeLibrary, loads: list[str]) -> None:
+@pytest.mark.parametrize("current", [None, CONTEXT_B])
+def test_a_prepared_launch_keeps_its_kernel_loaded(
+    library: FakeLibrary, loads: list[str], current: int | None
+) -> None:
+    """Code is unloaded in its own context, whichever is current."""
+    library.set_current(current)
     prepared = get_kernel(with_text("a"), 0).prepare((1, 1, 1), PARAMS, CHANGING)
     for text in "bcd":
         get_kernel(with_text(text), 0)
-    assert len(library.unloaded) == 1  # b
+    assert library.unloaded == [CONTEXT_A]  # b
     prepared.launch(0, 1, 2)
     assert len(library.launches) == 1
     del prepared
-    assert len(library.unloaded) == 2
+    assert library.unloaded == [CONTEXT_A] * 2 and library._stack() == [current]
 
 
 STREAM = 0x7F5100000001  # a handle of 64 bits
@@ -432,17 +416,6 @@ def test_who_is_asked_whether_a_stream_is_captured(library: FakeLibrary, loads: 
     assert run(with_text("a"), STREAM + 1) == []
 
 
-@pytest.mark.parametrize("current", [None, CONTEXT_B])
-def test_code_is_unloaded_in_its_own_context(
-    library: FakeLibrary, loads: list[str], current: int | None
-) -> None:
-    library.set_current(current)
-    for text in "abc":
-        get_kernel(with_text(text), 0)
-    assert library.unloaded == [CONTEXT_A]
-    assert library._stack() == [current]
-
-
 SLOW_LOG = """\
 ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized
 ptxas         .     16 bytes stack frame, 8 bytes spill stores, 12 bytes spill loads
@@ -473,23 +446,12 @@ def test_the_checked_bytes_are_loaded(
 ) -> None:
     """The file may be another one by then."""
     seen: list[bytes] = []
-
-    class Module:
-        def load(self, cubin: bytes) -> None:
-            seen.append(cubin)
-
-        def get_function(self, name: str) -> SimpleNamespace:
-            return SimpleNamespace(ptr=FUNCTION)
-
-    class CUDADriverError(Exception):
-        pass
-
-    cuda = SimpleNamespace(
-        Device=lambda device: nullcontext(), driver=SimpleNamespace(CUDADriverError=CUDADriverError)
-    )
+    module = SimpleNamespace(load=seen.append, get_function=lambda name: SimpleNamespace(ptr=FUNCTION))
+    errors = SimpleNamespace(CUDADriverError=Exception)
+    cuda = SimpleNamespace(Device=lambda device: nullcontext(), driver=errors)
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
     monkeypatch.setitem(sys.modules, "cupy.cuda", cuda)
-    monkeypatch.setitem(sys.modules, "cupy.cuda.function", SimpleNamespace(Module=Module))
+    monkeypatch.setitem(sys.modules, "cupy.cuda.function", SimpleNamespace(Module=lambda: module))
     library.cuFuncSetAttribute = lambda *arguments: 0  # type: ignore[attr-defined]
     monkeypatch.setattr(Driver, "primary_context", lambda self, device: CONTEXT_A)
     path = tmp_path / "kernel.cubin"
@@ -500,12 +462,8 @@ def test_the_checked_bytes_are_loaded(
 
 
 def test_bounded_table() -> None:
-    """Storing again counts as use. Threads do not see each other's values."""
-    table: BoundedTable[Any, int] = BoundedTable(2)
-    for key, value in (("a", 1), ("b", 2), ("a", 3), ("c", 4)):
-        table[key] = value
-    assert (table.get("a"), table.get("b"), table.get("c")) == (3, None, 4)
-    table = BoundedTable(8)
+    """It never has more than its bound, and threads do not see each other's values."""
+    table: BoundedTable[int, int] = BoundedTable(8)
 
     def run(seed: int) -> None:
         for turn in range(3000):

@@ -61,10 +61,6 @@ from rawmla.kernels.flex_captured import IN_ANY_ORDER, IN_DIGITS, IN_UNITS, LARG
 from rawmla.kernels.mha_backward_variants import BY_KEYS, BY_KEYS_WIDE, BY_PRODUCT, form_of, specs
 
 
-def of(name: str) -> list[KernelSpec]:
-    return [spec for spec in SPECS if spec.name == name]
-
-
 def test_variants() -> None:
     assert len(set(SPECS)) == len(SPECS) and set(default_specs()) < set(SPECS)
     assert not any(prefill for _, prefill in map(family, default_specs()))
@@ -194,30 +190,26 @@ def test_constants_of_the_plan() -> None:
     assert reference.PLAN_COLUMNS == mla_metadata.PLAN_COLUMNS
 
 
-PLAN_BATCHES = (1, 512, 513, mla_metadata.MAX_BATCH)
-
-
 def constants() -> Iterator[tuple[KernelSpec, list[str]]]:
     """Numbers of Python by the names that the C++ of a variant has for them.
 
     Only what no wrong result shows: the cost model of plans, shared memory, and what is left out.
     """
-    for b in PLAN_BATCHES:
-        yield (
-            mla_metadata.spec(b),
-            [
-                f"kMaxFixedCost == {reference.MAX_FIXED_COST}",
-                f"kFixedCostDivisor == {reference.FIXED_COST_DIVISOR}",
-                f"kMaxShortPartition == {reference.MAX_SHORT_PART}",
-                f"kShortPartFactor == {reference.SHORT_PART_FACTOR}",
-                "sizeof(SharedMemoryPlan) == 4 * (2 * kMaxBatch + 1 + 2 * kWarps)",
-                f"kMaxBatch >= {b}",
-            ],
-        )
-    for spec in of("mla_combine"):
-        dtype = {code: name for name, code in common.DTYPES.items()}[dict(spec.defines)["DTYPE"]]
-        row_bytes = mla_combine.split_row_bytes(dtype, family(spec)[1])
-        yield spec, [f"16 / kVectorColumns * kDimV + 4 * (1 + kScaleHalves + MAX_LOGITS) == {row_bytes}"]
+    for b in (1, 512, 513, mla_metadata.MAX_BATCH):
+        conditions = [
+            f"kMaxFixedCost == {reference.MAX_FIXED_COST}",
+            f"kFixedCostDivisor == {reference.FIXED_COST_DIVISOR}",
+            f"kMaxShortPartition == {reference.MAX_SHORT_PART}",
+            f"kShortPartFactor == {reference.SHORT_PART_FACTOR}",
+            "sizeof(SharedMemoryPlan) == 4 * (2 * kMaxBatch + 1 + 2 * kWarps)",
+            f"kMaxBatch >= {b}",
+        ]
+        yield mla_metadata.spec(b), conditions
+    for spec in SPECS:
+        if spec.name == "mla_combine":
+            dtype = {code: name for name, code in common.DTYPES.items()}[dict(spec.defines)["DTYPE"]]
+            row_bytes = mla_combine.split_row_bytes(dtype, family(spec)[1])
+            yield spec, [f"16 / kVectorColumns * kDimV + 4 * (1 + kScaleHalves + MAX_LOGITS) == {row_bytes}"]
     for format in mla_cache_rows.CACHE_FORMATS:
         least = [f"kV32MinScale == {reference.V32_MIN_SCALE!r}", f"kE4m3Max == {reference.E4M3_MAX!r}"]
         least += [f"kModel1MinAmax == {float(np.float32(1e-4))!r}"]
@@ -226,31 +218,27 @@ def constants() -> Iterator[tuple[KernelSpec, list[str]]]:
         for needs in (mha_backward_variants.ALL, mha_backward_variants.ALL._replace(dq=False)):
             spec, form = specs("bfloat16", *dims, needs=needs)[1], form_of("bfloat16", *dims, *FLAGS[0])
             parts = "kChunksQK" if form.by_product else "kDqParts"
-            yield (
-                spec,
-                [
-                    f"kTileKeys == {form.tile_keys} && kThreads == {form.threads}",
-                    f"kStages == {dict(spec.defines).get('STAGES', 2)}",
-                    f"sizeof(SharedMemoryPlan) + 2 * {mha_backward_variants._BARRIER_BYTES} > SMEM_BYTES",
-                    f"{parts} * kPartBytes == 4 * kBlockRows * {form.accum_columns(dims[0])}",
-                    f"{parts} % kPlaces == 0 || kPlaces % {parts} == 0",
-                ],
-            )
+            conditions = [
+                f"kTileKeys == {form.tile_keys} && kThreads == {form.threads}",
+                f"kStages == {dict(spec.defines).get('STAGES', 2)}",
+                f"sizeof(SharedMemoryPlan) + 2 * {mha_backward_variants._BARRIER_BYTES} > SMEM_BYTES",
+                f"{parts} * kPartBytes == 4 * kBlockRows * {form.accum_columns(dims[0])}",
+                f"{parts} % kPlaces == 0 || kPlaces % {parts} == 0",
+            ]
+            yield spec, conditions
     for dims in (*kernel_variants.FLEX_DIMS, (96, 96)):
         tile = mha_forward_variants.tile_in_blocks(*dims)
         yield forward_spec("bfloat16", dims, "both"), [f"kTileKeys == {tile.keys} && 128 % kTileKeys == 0"]
         yield gradient_spec(dims, "softcap, causal"), ["kFlex && kTrims && kHasDerivative"]
         yield gradient_spec(dims, "neither"), ["kFlex && !kTrims && !kHasDerivative"]
+    conditions = [
+        f"sizeof(CapturedCell) == {flex_captured._CELL_BYTES}",
+        f"sizeof(CapturedDigits) == {flex_captured._DIGITS_BYTES}",
+        f"kElementsTogether == {flex_captured._ELEMENTS_TOGETHER}",
+        "2 * kRegisters + kProducerRegisters <= 3 * 168",
+    ]
     for pass_ in (IN_ANY_ORDER, LARGEST, IN_UNITS, IN_DIGITS):
-        yield (
-            captured_spec("bfloat16", 128, 128, pass_, header_of(BY_QUERY, CAUSAL)),
-            [
-                f"sizeof(CapturedCell) == {flex_captured._CELL_BYTES}",
-                f"sizeof(CapturedDigits) == {flex_captured._DIGITS_BYTES}",
-                f"kElementsTogether == {flex_captured._ELEMENTS_TOGETHER}",
-                "2 * kRegisters + kProducerRegisters <= 3 * 168",
-            ],
-        )
+        yield captured_spec("bfloat16", 128, 128, pass_, header_of(BY_QUERY, CAUSAL)), conditions
 
 
 @pytest.mark.parametrize(
@@ -266,7 +254,9 @@ STEPS = range(32, 257, 32)  # head dimensions that have variants of their own
 
 
 def test_forms_of_the_backward() -> None:
-    """Every pair of head dimensions has a form, for every set of flags and of gradients."""
+    """Every pair of head dimensions has a form, for every set of flags and of gradients. Shared memory has
+    room for two stages of Q and dO at least and three where they fit, or for a place of dQ.
+    """
     plain, every = FLAGS[0], FLAGS[-1]
     for dtype in DTYPES:
         assert all(form_of(dtype, 128, 128, *flags) == BY_KEYS for flags in FLAGS[:-1])
@@ -279,9 +269,19 @@ def test_forms_of_the_backward() -> None:
             of_plain = wide if needs.dq or needs.dk else BY_KEYS
             assert form_of(dtype, 192, 128, *flags, needs) == (BY_PRODUCT if any(flags) else of_plain)
         for d_qk, d_v, flags, needs in itertools.product(STEPS, STEPS, FLAGS, NEEDS):
+            form = form_of(dtype, d_qk, d_v, *flags, needs)
             if (d_qk, d_v) != (192, 128):
-                form = form_of(dtype, d_qk, d_v, *flags, needs)
                 assert form == form_of(dtype, d_qk, d_v, *flags) and form in (BY_KEYS, BY_PRODUCT)
+            spec = specs(dtype, d_qk, d_v, *flags, needs)[1]
+            defines = dict(spec.defines)
+            assert (spec.name, spec.threads) == (form.kernel, form.threads)
+            if form.by_product:
+                assert -(-d_qk // 64) % defines["DQ_PLACES"] == 0 < defines["DQ_PLACES"]
+            else:
+                stage = 64 * (2 * 64 * (-(-d_qk // 64) - (-d_v // 64)) + 12)
+                fits = spec.smem_bytes + stage <= MAX_SMEM_BYTES
+                assert defines["WIDE"] == form.is_wide
+                assert defines["STAGES"] == 3 or (defines["STAGES"] == 2 and not fits)
     assert mha_backward_variants.forms_of(128, 128) == (BY_KEYS, BY_PRODUCT)
     assert mha_backward_variants.forms_of(64, 129) == (BY_PRODUCT,)
     for d_qk in range(1, 257):  # all columns of dQ, and no more than the kernel computes
@@ -289,49 +289,25 @@ def test_forms_of_the_backward() -> None:
         assert BY_PRODUCT.accum_columns(d_qk) == -(-d_qk // 64) * 64
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_shared_memory_of_the_backward(dtype: str) -> None:
-    """Any head dimensions and gradients have room for two stages of Q and dO at least, and as many as fit up
-    to three. The form by product has room for a place of dQ at least.
-    """
-    for d_qk, d_v, flags, needs in itertools.product(STEPS, STEPS, FLAGS, NEEDS):
-        form = form_of(dtype, d_qk, d_v, *flags, needs)
-        spec = specs(dtype, d_qk, d_v, *flags, needs)[1]
-        defines = dict(spec.defines)
-        assert (spec.name, spec.threads) == (form.kernel, form.threads)
-        assert spec.smem_bytes <= MAX_SMEM_BYTES
-        if form.by_product:
-            assert -(-d_qk // 64) % defines["DQ_PLACES"] == 0 < defines["DQ_PLACES"]
-        else:
-            assert defines["WIDE"] == form.is_wide
-            stage = 64 * (2 * 64 * (-(-d_qk // 64) - (-d_v // 64)) + 12)
-            fits = spec.smem_bytes + stage <= MAX_SMEM_BYTES
-            assert defines["STAGES"] == 3 or (defines["STAGES"] == 2 and not fits)
-
-
 # ---- what a user's text may have, and what is said of its mistakes
 
 
+WRONG_MASK = CudaMod("int x = q_idx;\nreturn x >= wrong_name;").mod()
+WRONG_GRADIENT = CudaMod("score", grad="grad * wrong_name").mod(backward=True)
+
+
 @pytest.mark.parametrize(
-    ("kernel", "score", "mask", "text"),
+    ("spec", "text"),
     [
-        ("attention", None, CudaMod("q_idx >= wrong_name", {"width": 5}), "return q_idx >= wrong_name"),
-        ("states", None, CudaMod("int x = q_idx;\nreturn x >= wrong_name;"), "return x >= wrong_name;"),
-        ("attention", CudaMod("score + bias(h)", {"bias": 2}), CudaMod("true"), "bias"),
-        ("attention", CudaMod("score +"), None, "expected an expression"),
-        ("gradients", CudaMod("score", grad="grad * wrong_name"), None, '"wrong_name" is undefined'),
+        (block_mask.states_spec(header_of(None, WRONG_MASK)), "return x >= wrong_name;"),
+        (
+            mha_backward_variants.flex_spec("bfloat16", 64, 64, BY_KEYS, header_of(WRONG_GRADIENT, None)),
+            '"wrong_name" is undefined',
+        ),
     ],
-    ids=("mask", "lines", "call", "syntax", "gradient"),
+    ids=("mask", "gradient"),
 )
-def test_a_mistake_is_shown_where_it_is(
-    tmp_path: Path, kernel: str, score: CudaMod | None, mask: CudaMod | None, text: str
-) -> None:
-    header = header_of(score and score.mod(backward=kernel == "gradients"), mask and mask.mod())
-    spec = {
-        "attention": lambda: mha_forward_variants.flex_spec("bfloat16", 64, 64, 128, False, header),
-        "states": lambda: block_mask.states_spec(header),
-        "gradients": lambda: mha_backward_variants.flex_spec("bfloat16", 64, 64, BY_KEYS, header),
-    }[kernel]()
+def test_a_mistake_is_shown_where_it_is(tmp_path: Path, spec: KernelSpec, text: str) -> None:
     with pytest.raises(rawmla.CompileError) as caught:
         Builder(find_source_root(), DiskCache(tmp_path, 10**8)).build(spec)
     shown = caught.value.user_lines
