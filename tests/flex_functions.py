@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -35,7 +34,6 @@ def _integers(low: int, high: int, *shape: int, dtype: Any = torch.int64) -> Any
 
 BIAS = randn(H, LENGTH, LENGTH)
 SLOPES = randn(H).abs().bfloat16()
-HALF = randn(H).half()
 DOCUMENTS = _integers(0, 5, B, LENGTH)
 PLACES = randn(LENGTH, 3)
 TABLE = randn(99)
@@ -44,7 +42,6 @@ INT8 = _integers(-128, 128, LENGTH, dtype=torch.int8)
 UINT8 = _integers(0, 256, LENGTH, dtype=torch.uint8)
 INT16 = _integers(-(2**15), 2**15, LENGTH, dtype=torch.int16)
 DOUBLE = randn(LENGTH).double()
-OFFSETS = _integers(0, 40, B, H)
 TRANSPOSED = randn(LENGTH, H).t()
 EVERY_OTHER = randn(2 * LENGTH)[::2]
 SQUARE = randn(4, 4)
@@ -64,14 +61,6 @@ def points(count: int = 100) -> tuple[Any, Any]:
 
 
 # ---- values
-
-
-def _in_place(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
-    far = q - k > 5
-    far.logical_and_(k > 2)
-    s = s * 2
-    s.masked_fill_(far, -1.0)
-    return s
 
 
 def _vectors_in_place(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
@@ -97,14 +86,10 @@ def _by_two_names(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
 
 
 SCORE_MODS: dict[str, Callable[..., Any]] = {
-    "bias": lambda s, b, h, q, k: s + BIAS[h, q][k] * 2 + SLOPES[h].float() * (k - q),
-    "offsets": lambda s, b, h, q, k: s + TABLE[OFFSETS[b, h]] * (q - k) / math.sqrt(3),
     "0-d": lambda s, b, h, q, k: s + (THREE * q).to(s.dtype),
     "fresh tensor": lambda s, b, h, q, k: torch.maximum(s, torch.tensor(0.5)),
-    "masked_fill": lambda s, b, h, q, k: s.masked_fill(q < k, float("-inf")),
     "int8": lambda s, b, h, q, k: s + INT8[q] * INT8[k],
     "uint8": lambda s, b, h, q, k: s + (UINT8[q] + UINT8[k]) - (UINT8[q] - UINT8[k]),
-    "float64": lambda s, b, h, q, k: s + DOUBLE[k].float() * HALF[h].float(),
     "strides": lambda s, b, h, q, k: s + TRANSPOSED[h, q] + EVERY_OTHER[k],
     "floor": lambda s, b, h, q, k: (q - k) // 3 * 1.0 + (q - k) // -7 + torch.floor_divide(s, -0.4),
     "remainder": lambda s, b, h, q, k: s + (q - k) % -5 + torch.remainder(s, 0.7) + torch.fmod(s, -0.3),
@@ -116,7 +101,6 @@ SCORE_MODS: dict[str, Callable[..., Any]] = {
     ),
     "integer powers": lambda s, b, h, q, k: s + q**3 + (q - k) ** 2,
     "int32 wraps": lambda s, b, h, q, k: s + (q + 40000) * (k + 60000),
-    "in place": _in_place,
     "nan and inf": lambda s, b, h, q, k: torch.where(torch.isfinite(s / 0) | torch.isnan(s), s, s + 1),
     "infinities": lambda s, b, h, q, k: (
         torch.where(torch.isinf(s / (q - k)), 2.0, s) + torch.isneginf(s / (q - k)) * 3 + torch.isinf(q / k)
@@ -156,9 +140,6 @@ SCORE_MODS: dict[str, Callable[..., Any]] = {
     "index captured": lambda s, b, h, q, k: s + RANK4[b, h][WHICH[0], q] - RANK4[b, h][WHICH[k % 2], q],
 }
 MASK_MODS: dict[str, Callable[..., Any]] = {
-    "causal": lambda b, h, q, k: q >= k,
-    "documents": lambda b, h, q, k: (DOCUMENTS[b, q] == DOCUMENTS[b, k]) & (q >= k),
-    "window": functools.partial(lambda width, b, h, q, k: (q - k <= width) & (q >= k), 9),
     "all": lambda b, h, q, k: True,
     "new_ones": lambda b, h, q, k: q.new_ones((), dtype=torch.bool),
     "not": lambda b, h, q, k: ~(q == k) | (k < 3),
@@ -185,11 +166,30 @@ def _straight_through(s: Any) -> Any:
 
 
 OF_THE_SCORE: dict[str, Callable[[Any], Any]] = {
+    **{
+        name: getattr(torch, name)
+        for name in (
+            *(
+                "abs",
+                "acos",
+                "acosh",
+                "asin",
+                "asinh",
+                "atan",
+                "atanh",
+                "cos",
+                "erf",
+                "erfc",
+                "expm1",
+                "log1p",
+            ),
+            *("reciprocal", "rsqrt", "sigmoid", "sin", "sqrt", "tan", "tanh"),
+        )
+    },
+    **{name: getattr(F, name) for name in ("gelu", "selu", "silu")},
     "rsub": lambda s: torch.rsub(s, 2, alpha=3),
     "mul": lambda s: 2 * s * s,
     "div": lambda s: s / 3 + 3 / s,
-    "abs": lambda s: s.abs(),
-    "reciprocal": lambda s: s.reciprocal(),
     "pow 1": lambda s: s**1 + s**0,
     "pow 2": lambda s: s**2 + s**3,
     "pow 5": lambda s: s**5,
@@ -199,34 +199,14 @@ OF_THE_SCORE: dict[str, Callable[[Any], Any]] = {
     "number to the power": lambda s: 2**s + 0.5**s + 0 ** s.abs(),
     "power of two": lambda s: s.abs() ** s,
     "exp": lambda s: torch.exp(s) + torch.exp2(s) * s.neg().square() - F.relu(s),
-    "expm1": lambda s: torch.expm1(s),
     "log": lambda s: torch.log(s) + torch.log2(s) * torch.log10(s),
-    "log1p": lambda s: torch.log1p(s),
-    "sqrt": lambda s: torch.sqrt(s),
-    "rsqrt": lambda s: torch.rsqrt(s),
-    "sin": lambda s: torch.sin(s),
-    "cos": lambda s: torch.cos(s),
-    "tan": lambda s: torch.tan(s),
-    "asin": lambda s: torch.asin(s),
-    "acos": lambda s: torch.acos(s),
-    "atan": lambda s: torch.atan(s),
     "atan2": lambda s: torch.atan2(s, s + 1) + torch.atan2(1 - s, s * 2),
     "sinh": lambda s: torch.sinh(s / 2),
     "cosh": lambda s: torch.cosh(s / 2),
-    "tanh": lambda s: torch.tanh(s),
-    "asinh": lambda s: torch.asinh(s),
-    "acosh": lambda s: torch.acosh(s),
-    "atanh": lambda s: torch.atanh(s),
-    "erf": lambda s: torch.erf(s),
-    "erfc": lambda s: torch.erfc(s),
-    "sigmoid": lambda s: torch.sigmoid(s),
-    "silu": lambda s: F.silu(s),
-    "gelu": lambda s: F.gelu(s),
     "gelu tanh": lambda s: F.gelu(s, approximate="tanh"),
     "softplus": lambda s: F.softplus(s) + F.softplus(s, 2.0, 3.0),
     "hardtanh": lambda s: F.hardtanh(s) + F.hardtanh(s, -0.5, 2.0),
     "elu": lambda s: F.elu(s, 1.5) + torch.ops.aten.elu(s, 0.7, 1.2, 0.3),
-    "selu": lambda s: F.selu(s),
     "in place": lambda s: (
         F.elu(s * 1, inplace=True) + F.leaky_relu(s * 1, inplace=True) + (s * 1).sigmoid_() + (2 * s).tanh_()
     ),
@@ -289,11 +269,6 @@ class Captured(NamedTuple):
 
 
 CAPTURED: dict[str, Captured] = {
-    "bias": Captured(lambda t, s, b, h, q, k: s + t[h, q, k], ((H, L, L),), "0qk"),
-    "symmetric": Captured(lambda t, s, b, h, q, k: s + t[q, k] + t[k, q], ((L, L),), "0qk 0qk"),
-    "gate": Captured(lambda t, s, b, h, q, k: s * torch.sigmoid(t[h]), ((H,),), "0"),
-    "by query": Captured(lambda t, s, b, h, q, k: s + t[b, q], ((B, L),), "0q"),
-    "relative": Captured(lambda t, s, b, h, q, k: s + t[torch.clamp(q - k, -16, 16) + 16], ((33,),), "0qk"),
     "often": Captured(
         lambda t, s, b, h, q, k: s + t[q] * t[q] + t[q].tanh() - t[k] + t[3] + t[-1], ((L,),), "0q 0k 0 0"
     ),

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import rawmla
+from kit.flex import block_mask_of, listed_positions
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "flex.md").read_text()
@@ -18,13 +19,12 @@ NEEDS = {"paged": ("causal", "ALiBi")}
 
 def blocks_of(kind: str) -> dict[str, str]:
     """The blocks of a kind by their names."""
-    return dict(re.findall(rf"<!-- {kind}: (.+?) -->\n```python\n(.*?)```", PAGE, re.DOTALL))
+    return dict(re.findall(rf"<!-- {kind}(?:: (.+?))? -->\n```python\n(.*?)```", PAGE, re.DOTALL))
 
 
 EXAMPLES, CUPY_EXAMPLES = blocks_of("example"), blocks_of("cupy example")
 GRADIENTS = blocks_of("gradients")
-SETUP = re.findall(r"<!-- setup -->\n```python\n(.*?)```", PAGE, re.DOTALL)[0]
-TRACED = re.findall(r"<!-- traced -->\n```python\n(.*?)```", PAGE, re.DOTALL)[0]
+SETUP, TRACED = blocks_of("setup")[""], blocks_of("traced")[""]
 
 
 class Call(NamedTuple):
@@ -69,67 +69,33 @@ def _execute(block: str, device: str, names: dict[str, Any]) -> None:
     exec(compile(code, "docs/flex.md", "exec"), names)
 
 
-def create_block_mask(*arguments: Any, **keywords: Any) -> rawmla.BlockMask:
-    """A mask of rawmla with lists that torch makes on the CPU."""
-    from torch.nn.attention import flex_attention
-
-    made = flex_attention.create_block_mask(*arguments, **keywords, device="cpu")
-    return rawmla.BlockMask.from_kv_blocks(
-        made.kv_num_blocks,
-        made.kv_indices,
-        made.full_kv_num_blocks,
-        made.full_kv_indices,
-        made.BLOCK_SIZE,
-        made.mask_mod,
-        made.seq_lengths,
-    )
-
-
-def positions(call: Call) -> tuple[Any, Any, Any, Any]:
-    """Requests, heads, query tokens and keys, which together have an element for each score."""
+def positions(shape: tuple[int, ...], device: Any = None) -> list[Any]:
+    """Requests, heads, query tokens and keys, which together have an element for each score of this shape."""
     import torch
 
-    (b, h, q_len, _), kv_len = call.query.shape, call.key.shape[2]
-    sizes = (b, h, q_len, kv_len)
-    axes = [torch.arange(size, device=call.query.device) for size in sizes]
-    b_axis, h_axis, q_axis, k_axis = (
-        axis.view([-1 if i == j else 1 for j in range(4)]) for i, axis in enumerate(axes)
-    )
-    return b_axis, h_axis, q_axis, k_axis
+    return [
+        torch.arange(size, device=device).view([-1 if i == axis else 1 for i in range(4)])
+        for axis, size in enumerate(shape)
+    ]
 
 
-def seen(call: Call) -> Any:
-    """Which positions the lists and the mask function show, bool `[B', H', L, S]`; F4 of the definition: in
-    full blocks the function is not asked.
-    """
-    import torch
-
-    mask = call.block_mask
-    shown = mask.mask_mod(*positions(call))
-    listed = []
-    for counts, indices in (
-        (mask.kv_num_blocks, mask.kv_indices),
-        (mask.full_kv_num_blocks, mask.full_kv_indices),
-    ):
-        q_len, kv_len = mask.seq_lengths
-        block_q, block_k = mask.BLOCK_SIZE
-        counted = torch.arange(indices.shape[-1], device=counts.device) < counts[..., None]
-        wide = torch.zeros(
-            *indices.shape[:-1], -(-kv_len // block_k), dtype=torch.int32, device=counts.device
-        )
-        wide.scatter_add_(-1, indices.long(), counted.int())
-        by_rows = wide.bool().repeat_interleave(block_q, -2).repeat_interleave(block_k, -1)
-        listed.append(by_rows[..., :q_len, :kv_len])
-    partial, full = listed
-    return (partial & shown) | full
+def create_block_mask(
+    mask_mod: Any, B: Any, H: Any, Q_LEN: int, KV_LEN: int, BLOCK_SIZE: int = 128
+) -> rawmla.BlockMask:
+    """A mask with lists that torch makes on the CPU."""
+    shape, lengths = (B or 1, H or 1, Q_LEN, KV_LEN), (Q_LEN, KV_LEN)
+    seen = mask_mod(*positions(shape)).expand(shape)
+    return block_mask_of(seen, lengths, (BLOCK_SIZE, BLOCK_SIZE), mask_mod)
 
 
 def reference(call: Call) -> Any:
     """The result by plain torch in float64, with all scores in memory."""
     q, k, v = (x.double() for x in call[:3])
     scores = q @ k.mT * q.shape[-1] ** -0.5
+    at = positions(scores.shape, q.device)
     if call.score_mod is not None:
-        scores = call.score_mod(scores, *positions(call))
-    if call.block_mask is not None:
-        scores = scores.masked_fill(~seen(call), float("-inf"))
+        scores = call.score_mod(scores, *at)
+    if call.block_mask is not None:  # in full blocks the function is not asked
+        partial, full = listed_positions(call.block_mask)
+        scores = scores.masked_fill(~(full | partial & call.block_mask.mask_mod(*at)), float("-inf"))
     return scores.softmax(dim=-1) @ v

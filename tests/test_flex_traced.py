@@ -87,7 +87,7 @@ def test_values_that_are_kept(on_device_0: HostTensors) -> None:
     table, factor, gain = torch.randn(50), 2.0, torch.tensor(3.0)
 
     def score(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
-        return s * gain + table[q] * factor
+        return s * gain[()] + table[q] * factor
 
     mod, old = traced(score), table
     before = bind(mod, on_device_0)
