@@ -1,6 +1,6 @@
 """What README and docs name exists: paths, links, functions, command-line options, environment variables."""
 
-import importlib
+import pkgutil
 import re
 import subprocess
 import sys
@@ -92,20 +92,14 @@ def code_spans(text: str) -> list[str]:
 
 
 @pages
-def test_paths_exist(page: Path) -> None:
-    text = page.read_text()
-    pattern = rf"(?<![\w/.-])((?:{'|'.join(TOP_LEVEL)})/[\w./-]*[\w/])"
-    for name in set(re.findall(pattern, " ".join(code_spans(text)))):
+def test_files_exist(page: Path) -> None:
+    """Paths from the root of the tree, and source files that a page names without their folder."""
+    spans = " ".join(code_spans(page.read_text()))
+    for name in set(re.findall(rf"(?<![\w/.-])((?:{'|'.join(TOP_LEVEL)})/[\w./-]*[\w/])", spans)):
         assert name in MADE_ON_THE_GPU_MACHINE or (ROOT / name).exists(), f"{page.name} names {name}"
-
-
-@pages
-def test_file_names_exist(page: Path) -> None:
-    """Source files that a page names without their folder."""
     known = {path.name for top in TOP_LEVEL for path in (ROOT / top).rglob("*") if path.is_file()}
-    for span in code_spans(page.read_text()):
-        for name in re.findall(r"(?<![\w*./-])(?:\w+/)*(\w+\.(?:cuh|cu|py))(?![\w*])", span):
-            assert name in known | FILES_TO_WRITE | FILES_OF_READERS, f"{page.name} names {name}"
+    for name in re.findall(r"(?<![\w*./-])(?:\w+/)*(\w+\.(?:cuh|cu|py))(?![\w*])", spans):
+        assert name in known | FILES_TO_WRITE | FILES_OF_READERS, f"{page.name} names {name}"
 
 
 def test_cuda_folders_use_those_above_them() -> None:
@@ -159,25 +153,15 @@ def test_links_exist(page: Path) -> None:
             assert heading in headings(linked), f"{page.name} links to {target}#{heading}"
 
 
-@pages
-def test_names_exist(page: Path) -> None:
-    for span in code_spans(page.read_text()):
-        for name in re.findall(r"(?<![\w./-])rawmla(?:\.[A-Za-z_]\w*)+", span):
-            resolve(name)
-
-
-def resolve(dotted: str) -> object:
-    """The object of a dotted name that starts with a module."""
-    parts = dotted.split(".")
-    value: object = importlib.import_module(parts[0])
-    for i, part in enumerate(parts[1:], start=2):
-        try:
-            value = getattr(value, part)
-        except AttributeError:
-            if part == "torch_ops":
+def test_names_exist() -> None:
+    """Names of rawmla in the code spans of pages, and anywhere in examples."""
+    texts = {page.name: " ".join(code_spans(page.read_text())) for page in PAGES}
+    texts |= {path.name: path.read_text() for path in (ROOT / "examples").glob("*.py")}
+    for page, text in texts.items():
+        for name in set(re.findall(r"(?<![\w./-])rawmla(?:\.[A-Za-z_]\w*)+", text)):
+            if "torch_ops" in name:
                 pytest.importorskip("torch")
-            value = importlib.import_module(".".join(parts[:i]))
-    return value
+            assert pkgutil.resolve_name(name) is not None, f"{page} names {name}"
 
 
 def help_text(*command: str) -> str:
