@@ -3,6 +3,8 @@
 import sys
 import types
 from collections.abc import Callable
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ import json  # noqa: E402
 
 import rawmla  # noqa: E402
 from bench import dense, families, flex, measure, mla, prefix, tables, timing  # noqa: E402
-from bench.cases import CUDNN, FLASH_ATTENTION_4, OURS, Prepared, one_line  # noqa: E402
+from bench.cases import CUDNN, FLASH_ATTENTION_4, OURS, Prepared  # noqa: E402
 from bench.families import named  # noqa: E402
 from rawmla import reference  # noqa: E402
 
@@ -281,16 +283,16 @@ def test_a_block_mask_is_checked() -> None:
         case.check(full)
 
 
-class FakeTimer(timing.Graph):
+class FakeTimer:
     """Writes down what is timed, and how: the first call of a library gives its name."""
 
-    log: list[str] = []
+    log: list[str]
+    current: list[str]
 
-    def __init__(self, calls: Callable[[], None], count: int) -> None:
-        self.count, self.names = count, []
-        FakeTimer.current = self.names
+    def __init__(self, calls: Callable[[], None], count: int, how: str = "") -> None:
+        FakeTimer.current = []
         calls()
-        self.name = f"{self.names[0]} x{count}{' enqueued' if isinstance(self, FakeEnqueued) else ''}"
+        self.name = f"{self.current[0]} x{count}{how}"
 
     def rested(self, replays: int) -> dict[str, float]:
         self.log.append(f"rested {self.name}")
@@ -305,45 +307,32 @@ class FakeTimer(timing.Graph):
         return {"us": 30.0, "watts": 700.0}
 
 
-class FakeEnqueued(FakeTimer):
-    """As FakeTimer."""
-
-
-class FakeCase(dense.DenseCase):
-    """A case with libraries beside: one is there, one is not installed, one fails."""
-
-    backward = False
-    beside = True
-
-    def prepare(self) -> Prepared:
-        def calls(name: str) -> Callable[[int], None]:
-            return lambda _: FakeTimer.current.append(name)
-
-        def missing() -> Any:
-            raise ImportError
-
-        peers = {"theirs": lambda: calls("theirs"), "missing": missing, "failing": lambda: one_line(0)}  # type: ignore
-        ordered = calls("ordered") if self.backward else None
-        sets = 1 if self.beside else 3
-        return Prepared(calls("ours"), 0.002, sets, ordered, peers=peers if self.beside else {})
-
-
 @pytest.mark.parametrize("kind", ("beside", "backward", "alone"))
 def test_a_row(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Libraries take turns, and all are timed alike; a row alone has its figures from one round."""
-    for module, name, value in (
+    """Libraries take turns, and all are timed alike; a row alone has its figures from one round.
+
+    Beside the case one library is there, one is not installed, and one fails.
+    """
+
+    def call(name: str) -> Callable[[int], None]:
+        return lambda _: FakeTimer.current.append(name)
+
+    peers = {"theirs": lambda: call("theirs"), "missing": lambda: import_module("no_such"), "failing": len}
+    more: dict[str, Any] = {"sets": 3} if kind == "alone" else {"peers": peers}
+    if kind == "backward":
+        more["ordered"] = call("ordered")
+    ready = Prepared(call("ours"), 0.002, **more)
+    case = named("mha-b2-s8192-h16-d128-causal-bf16-fixed")
+    for owner, name, value in (
         (measure, "Graph", FakeTimer),
-        (measure, "Enqueued", FakeEnqueued),
+        (measure, "Enqueued", partial(FakeTimer, how=" enqueued")),
         (measure, "rest", lambda: FakeTimer.log.append("rest")),
         (measure, "time_graph", lambda calls, count, replays: FakeTimer(calls, count).rested(replays)),
         (measure, "time", types.SimpleNamespace(sleep=lambda seconds: FakeTimer.log.append("rest"))),
         (FakeTimer, "log", []),
-        (FakeCase, "backward", kind == "backward"),
-        (FakeCase, "beside", kind != "alone"),
+        (case, "prepare", lambda: ready),
     ):
-        monkeypatch.setattr(module, name, value)
-    case = FakeCase.named("mha-b2-s8192-h16-d128-causal-bf16-fixed")
-    assert case is not None
+        monkeypatch.setattr(owner, name, value, raising=False)
     row = measure.time_attention(case, 1 if kind == "alone" else 3, 5, 0.6)
     calls = {"alone": 9, "beside": 2, "backward": 2}[kind]
     ours, theirs = (f"{name} x{calls}{' enqueued' * (kind == 'backward')}" for name in ("ours", "theirs"))
