@@ -29,13 +29,8 @@ GPU_FOLDER = Path(__file__).parent / "gpu"
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Collecting the GPU's tests takes as long as the rest, in each process."""
-    if (
-        collection_path == GPU_FOLDER
-        and not config.getoption("collectonly")
-        and missing_hopper_reason() is not None
-    ):
-        return True
-    return None
+    is_left_out = collection_path == GPU_FOLDER and not config.getoption("collectonly")
+    return True if is_left_out and missing_hopper_reason() is not None else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -51,43 +46,36 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="run the cases marked `full` too")
 
 
-class LeftOut:
-    """Takes the cases out that only --full runs, after -m and -k, and says how many they were."""
+class Selection:
+    """Takes the cases out that only --full runs, and says how many they were; then those of other parts.
 
-    count = 0
+    Both happen after -m and -k.
+    """
+
+    left_out = 0
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        left_out = [item for item in items if item.get_closest_marker("full") is not None]
-        self.count = len(left_out)
-        if left_out:
-            config.hook.pytest_deselected(items=left_out)
-            items[:] = [item for item in items if item.get_closest_marker("full") is None]
+        full = config.getoption("full")
+        some = [item for item in items if full or item.get_closest_marker("full") is None]
+        self.left_out = len(items) - len(some)
+        part, parts = map(int, os.environ.get("TEST_PART", "1/1").split("/"))
+        chosen = some[part - 1 :: parts]
+        config.hook.pytest_deselected(items=list(set(items).difference(chosen)))
+        items[:] = chosen
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         if hasattr(session.config, "workeroutput"):  # a process of pytest-xdist, whose summary nobody sees
-            session.config.workeroutput["left_out"] = self.count
+            session.config.workeroutput["left_out"] = self.left_out
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
         """Every process collects the same cases; one that crashed has no output."""
-        self.count = getattr(node, "workeroutput", {}).get("left_out", self.count)
+        self.left_out = getattr(node, "workeroutput", {}).get("left_out", self.left_out)
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        if self.count:
-            terminalreporter.line(f"{self.count} cases left out: --full runs them too (docs/checks.md)")
-
-
-class Part:
-    """Which tests run where the environment says so. After -m and -k."""
-
-    @pytest.hookimpl(trylast=True)
-    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        if "TEST_PART" in os.environ:
-            part, parts = map(int, os.environ["TEST_PART"].split("/"))
-            chosen = items[part - 1 :: parts]
-            config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
-            items[:] = chosen
+        if self.left_out:
+            terminalreporter.line(f"{self.left_out} cases left out: --full runs them too (docs/checks.md)")
 
 
 class Failures:
@@ -103,9 +91,7 @@ class Failures:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if not config.getoption("full"):
-        config.pluginmanager.register(LeftOut())
-    config.pluginmanager.register(Part())
+    config.pluginmanager.register(Selection())
     if not hasattr(config, "workerinput"):  # a process of pytest-xdist reports to the one that prints
         config.pluginmanager.register(Failures(config))
 

@@ -3,6 +3,8 @@
 import sys
 import types
 from collections.abc import Callable
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -17,28 +19,19 @@ import json  # noqa: E402
 
 import rawmla  # noqa: E402
 from bench import dense, families, flex, measure, mla, prefix, tables, timing  # noqa: E402
-from bench.cases import CUDNN, FLASH_ATTENTION_4, OURS, Prepared, one_line  # noqa: E402
+from bench.cases import CUDNN, FLASH_ATTENTION_4, OURS, Prepared  # noqa: E402
+from bench.families import named  # noqa: E402
 from rawmla import reference  # noqa: E402
 
 PEERS = json.loads((ROOT / "docs" / "peers-h200.json").read_text())
 STORED = [row for rows in PEERS.values() if isinstance(rows, list) for row in rows]
 
 
-def named(name: str) -> Any:
-    return families.named(name)
-
-
 def test_names() -> None:
-    """Every case has one name and one family; a pattern selects, and one without a match is refused."""
+    """Every case has one name and one family."""
     names = [name for family in families.FAMILIES for name in families.expanded(family.names)]
     assert len(names) == len(set(names)) == len(families.table()) == 215
     assert [case.id for case in families.select(None)] == names
-    assert [case.id for case in families.select("metadata-b4096|merge-p2-b1-")] == [
-        *("metadata-b4096", "merge-p2-b1-h128-bfloat16")
-    ]
-    for pattern in ("(", "no such case"):
-        with pytest.raises(ValueError, match=r"expected a regular expression|no case matches"):
-            families.select(pattern)
 
 
 def test_counts_agree_with_published_rates() -> None:
@@ -117,39 +110,20 @@ def flex_forward(*given: Any, return_lse: bool = False, return_aux: Any = None, 
     return (out, lse.float()) if return_lse else out
 
 
-def flex_backward(dout: Any, q: Any, k: Any, v: Any, out: Any, *rest: Any, **_: Any) -> Any:
-    """As kernels do it: from the `out` that is given, which is rounded, and with sums in another type."""
-    _, score, mask = rest
+def flex_backward(dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *mods: Any, **_: Any) -> Any:
+    """As kernels do it: from `out` and lse as they are given, and with sums in another type."""
     leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
-    cells = dict(zip(score.__code__.co_freevars, score.__closure__ or (), strict=True)) if score else {}
-    cell, table = cells.get("table"), getattr(cells.get("table"), "cell_contents", None)
     captured = []
-    if cell is not None and table.requires_grad:
-        captured = [table.detach().double().requires_grad_()]
-        cell.cell_contents = captured[0]
+    for cell in getattr(mods[0], "__closure__", None) or ():
+        if torch.is_tensor(cell.cell_contents) and cell.cell_contents.requires_grad:
+            cell.cell_contents = cell.cell_contents.detach().double().requires_grad_()
+            captured.append(cell.cell_contents)
     with torch.enable_grad():
-        result, _, scores = plain_flex(*leaves, score, mask)
-    if captured:
-        cell.cell_contents = table
-    (dv,) = torch.autograd.grad(result, leaves[2:], dout.double(), retain_graph=True)
-    by_p = dout.double() @ leaves[2].repeat_interleave(q.shape[1] // k.shape[1], dim=1).mT
-    by_score = scores.softmax(-1) * (by_p - (dout.double() * out.double()).sum(-1, keepdim=True))
-    dq, dk, *others = torch.autograd.grad(scores, [*leaves[:2], *captured], by_score.detach())
+        weights = (plain_flex(*leaves, *mods)[2] - lse[..., None]).exp()
+        values = leaves[2].repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+        result = weights @ values - weights.sum(-1, keepdim=True) * out
+    dq, dk, dv, *others = torch.autograd.grad(result, [*leaves, *captured], dout.double())
     return (*(x.bfloat16() for x in (dq, dk, dv)), dict(enumerate(others)))
-
-
-def of_numpy(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A reference of arrays in float64, of tensors: the first result is bfloat16, the others too but lse."""
-
-    def call(*arrays: Any, **options: Any) -> Any:
-        def array(x: Any) -> Any:
-            return (x.double() if x.is_floating_point() else x).numpy() if torch.is_tensor(x) else x
-
-        found = function(*map(array, arrays), **{key: array(x) for key, x in options.items()})
-        results = [torch.from_numpy(x).to(arrays[0].dtype) for x in found[:3]]
-        return (results[0], torch.from_numpy(found[1]).float()) if len(found) == 2 else tuple(results)
-
-    return call
 
 
 def on_host(monkeypatch: pytest.MonkeyPatch, times: float = 1.0) -> list[tuple[str, dict[str, Any]]]:
@@ -157,20 +131,13 @@ def on_host(monkeypatch: pytest.MonkeyPatch, times: float = 1.0) -> list[tuple[s
     right one; and make inputs on the CPU. Return the calls, by name, with what they have by keyword.
     """
     called: list[tuple[str, dict[str, Any]]] = []
-    functions = {
-        "flash_mla_with_kvcache": reference.flash_mla_with_kvcache,
-        "flash_mla_sparse_fwd": reference.flash_mla_sparse_fwd,
-        "context_attention_fwd": reference.context_attention_fwd,
+    names = ["flash_mla_with_kvcache", "flash_mla_sparse_fwd", "context_attention_fwd", "gather_kv_cache"]
+    names += [f"flash_attn_{kind}" for kind in ("func", "backward", "varlen_func", "varlen_backward")]
+    functions = {name: getattr(reference, name) for name in names} | {
         "get_mla_metadata": lambda *args, **options: (None, None),
-        "gather_kv_cache": reference.gather_kv_cache,
         "flex_attention": flex_forward,
         "flex_attention_backward": flex_backward,
         "create_block_mask": lambda mask, *args, **options: mask,
-        **{
-            name: of_numpy(getattr(reference, name))
-            for kind in ("flash_attn", "flash_attn_varlen")
-            for name in (f"{kind}_func", f"{kind}_backward")
-        },
     }
 
     def replaced(name: str, function: Any) -> Any:
@@ -181,9 +148,9 @@ def on_host(monkeypatch: pytest.MonkeyPatch, times: float = 1.0) -> list[tuple[s
                 return found
             if "backward" in name:
                 return (*found[:2], times * found[2], *found[3:])
-            if not isinstance(found, tuple):
-                return (times * found.double()).to(found.dtype)
-            return (times * found[0], *found[1:])
+            if isinstance(found, tuple):
+                return (times * found[0], *found[1:])
+            return (times * found.double()).to(found.dtype)
 
         return call
 
@@ -271,14 +238,6 @@ def test_pages_lie_apart() -> None:
     assert (mla.rotated_sets(small, 50 << 20) - 1) * small.bytes_moved() >= 150 << 20
 
 
-def gradients_like_flash(q: Any, k: Any, v: Any, causal: bool = False, **_: Any) -> Any:
-    """A library's forward, `[b, s, h, d]`."""
-    out = plain_flex(*(x.transpose(1, 2) for x in (q, k, v)), mask=flex.causal if causal else None)[
-        0
-    ].transpose(1, 2)
-    return out.to(q.dtype), None
-
-
 def test_libraries_beside(monkeypatch: pytest.MonkeyPatch) -> None:
     """FlashAttention-4 gets the arguments of ours, its gradients are checked; cuDNN refuses other cases."""
     on_host(monkeypatch)
@@ -286,7 +245,8 @@ def test_libraries_beside(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def function(q: Any, k: Any, v: Any, **options: Any) -> Any:
         given.append(options)
-        return gradients_like_flash(q, k, v, **options)
+        out = plain_flex(*(x.transpose(1, 2) for x in (q, k, v)), mask=flex.causal)[0]
+        return out.transpose(1, 2).to(q.dtype), None
 
     module = types.ModuleType("flash_attn.cute")
     module.flash_attn_func = module.flash_attn_varlen_func = function  # type: ignore[attr-defined]
@@ -323,16 +283,16 @@ def test_a_block_mask_is_checked() -> None:
         case.check(full)
 
 
-class FakeTimer(timing.Graph):
+class FakeTimer:
     """Writes down what is timed, and how: the first call of a library gives its name."""
 
-    log: list[str] = []
+    log: list[str]
+    current: list[str]
 
-    def __init__(self, calls: Callable[[], None], count: int) -> None:
-        self.count, self.names = count, []
-        FakeTimer.current = self.names
+    def __init__(self, calls: Callable[[], None], count: int, how: str = "") -> None:
+        FakeTimer.current = []
         calls()
-        self.name = f"{self.names[0]} x{count}{' enqueued' if isinstance(self, FakeEnqueued) else ''}"
+        self.name = f"{self.current[0]} x{count}{how}"
 
     def rested(self, replays: int) -> dict[str, float]:
         self.log.append(f"rested {self.name}")
@@ -347,45 +307,32 @@ class FakeTimer(timing.Graph):
         return {"us": 30.0, "watts": 700.0}
 
 
-class FakeEnqueued(FakeTimer):
-    """As FakeTimer."""
-
-
-class FakeCase(dense.DenseCase):
-    """A case with libraries beside: one is there, one is not installed, one fails."""
-
-    backward = False
-    beside = True
-
-    def prepare(self) -> Prepared:
-        def calls(name: str) -> Callable[[int], None]:
-            return lambda _: FakeTimer.current.append(name)
-
-        def missing() -> Any:
-            raise ImportError
-
-        peers = {"theirs": lambda: calls("theirs"), "missing": missing, "failing": lambda: one_line(0)}  # type: ignore
-        ordered = calls("ordered") if self.backward else None
-        sets = 1 if self.beside else 3
-        return Prepared(calls("ours"), 0.002, sets, ordered, peers=peers if self.beside else {})
-
-
 @pytest.mark.parametrize("kind", ("beside", "backward", "alone"))
 def test_a_row(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Libraries take turns, and all are timed alike; a row alone has its figures from one round."""
-    for module, name, value in (
+    """Libraries take turns, and all are timed alike; a row alone has its figures from one round.
+
+    Beside the case one library is there, one is not installed, and one fails.
+    """
+
+    def call(name: str) -> Callable[[int], None]:
+        return lambda _: FakeTimer.current.append(name)
+
+    peers = {"theirs": lambda: call("theirs"), "missing": lambda: import_module("no_such"), "failing": len}
+    more: dict[str, Any] = {"sets": 3} if kind == "alone" else {"peers": peers}
+    if kind == "backward":
+        more["ordered"] = call("ordered")
+    ready = Prepared(call("ours"), 0.002, **more)
+    case = named("mha-b2-s8192-h16-d128-causal-bf16-fixed")
+    for owner, name, value in (
         (measure, "Graph", FakeTimer),
-        (measure, "Enqueued", FakeEnqueued),
+        (measure, "Enqueued", partial(FakeTimer, how=" enqueued")),
         (measure, "rest", lambda: FakeTimer.log.append("rest")),
         (measure, "time_graph", lambda calls, count, replays: FakeTimer(calls, count).rested(replays)),
         (measure, "time", types.SimpleNamespace(sleep=lambda seconds: FakeTimer.log.append("rest"))),
         (FakeTimer, "log", []),
-        (FakeCase, "backward", kind == "backward"),
-        (FakeCase, "beside", kind != "alone"),
+        (case, "prepare", lambda: ready),
     ):
-        monkeypatch.setattr(module, name, value)
-    case = FakeCase.named("mha-b2-s8192-h16-d128-causal-bf16-fixed")
-    assert case is not None
+        monkeypatch.setattr(owner, name, value, raising=False)
     row = measure.time_attention(case, 1 if kind == "alone" else 3, 5, 0.6)
     calls = {"alone": 9, "beside": 2, "backward": 2}[kind]
     ours, theirs = (f"{name} x{calls}{' enqueued' * (kind == 'backward')}" for name in ("ours", "theirs"))

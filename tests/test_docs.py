@@ -1,6 +1,6 @@
 """What README and docs name exists: paths, links, functions, command-line options, environment variables."""
 
-import importlib
+import pkgutil
 import re
 import subprocess
 import sys
@@ -28,7 +28,6 @@ MAX_WORDS = {"architecture.md": 1800, "benchmark.md": 1200, "torch_operators.md"
 MAX_WORDS |= {page.name: 1000 for page in KERNEL_PAGES}
 
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
-kernel_pages = pytest.mark.parametrize("page", KERNEL_PAGES, ids=lambda page: page.name)
 
 
 def prose(text: str) -> list[str]:
@@ -56,19 +55,9 @@ def test_the_readme_and_its_sentences_are_short() -> None:
         assert len(sentence.split()) <= MAX_SENTENCE_WORDS, sentence
 
 
-@kernel_pages
-def test_kernel_pages_are_of_kernels(page: Path) -> None:
-    """A page is named after a kernel, the first part of the names of several, a host twin, or what a kernel
-    is with a define; the map of docs/architecture.md links to it.
-    """
-    of_map = (ROOT / "docs" / "architecture.md").read_text()
-    defines = {"flex_forward": "FLEX", "flex_backward": "FLEX", "prefix_prefill": "PAGED"}
-    assert (
-        f"(kernels/{page.name}) with {defines.get(page.stem)}" in of_map
-        or (ROOT / "rawmla" / "kernels" / f"{page.stem}.py").exists()
-        or list((ROOT / "cuda_src" / "kernels").glob(f"{page.stem}*.cu"))
-    )
-    assert f"(kernels/{page.name})" in of_map
+def test_kernel_pages_are_in_the_map_of_calls() -> None:
+    linked = re.findall(r"\(kernels/([\w.]+)\)", (ROOT / "docs" / "architecture.md").read_text())
+    assert {page.name for page in KERNEL_PAGES} == set(linked)
 
 
 def test_the_map_of_calls_has_every_kernel() -> None:
@@ -92,20 +81,14 @@ def code_spans(text: str) -> list[str]:
 
 
 @pages
-def test_paths_exist(page: Path) -> None:
-    text = page.read_text()
-    pattern = rf"(?<![\w/.-])((?:{'|'.join(TOP_LEVEL)})/[\w./-]*[\w/])"
-    for name in set(re.findall(pattern, " ".join(code_spans(text)))):
+def test_files_exist(page: Path) -> None:
+    """Paths from the root of the tree, and source files that a page names without their folder."""
+    spans = " ".join(code_spans(page.read_text()))
+    for name in set(re.findall(rf"(?<![\w/.-])((?:{'|'.join(TOP_LEVEL)})/[\w./-]*[\w/])", spans)):
         assert name in MADE_ON_THE_GPU_MACHINE or (ROOT / name).exists(), f"{page.name} names {name}"
-
-
-@pages
-def test_file_names_exist(page: Path) -> None:
-    """Source files that a page names without their folder."""
     known = {path.name for top in TOP_LEVEL for path in (ROOT / top).rglob("*") if path.is_file()}
-    for span in code_spans(page.read_text()):
-        for name in re.findall(r"(?<![\w*./-])(?:\w+/)*(\w+\.(?:cuh|cu|py))(?![\w*])", span):
-            assert name in known | FILES_TO_WRITE | FILES_OF_READERS, f"{page.name} names {name}"
+    for name in re.findall(r"(?<![\w*./-])(?:\w+/)*(\w+\.(?:cuh|cu|py))(?![\w*])", spans):
+        assert name in known | FILES_TO_WRITE | FILES_OF_READERS, f"{page.name} names {name}"
 
 
 def test_cuda_folders_use_those_above_them() -> None:
@@ -159,46 +142,30 @@ def test_links_exist(page: Path) -> None:
             assert heading in headings(linked), f"{page.name} links to {target}#{heading}"
 
 
-@pages
-def test_names_exist(page: Path) -> None:
-    for span in code_spans(page.read_text()):
-        for name in re.findall(r"(?<![\w./-])rawmla(?:\.[A-Za-z_]\w*)+", span):
-            resolve(name)
-
-
-def resolve(dotted: str) -> object:
-    """The object of a dotted name that starts with a module."""
-    parts = dotted.split(".")
-    value: object = importlib.import_module(parts[0])
-    for i, part in enumerate(parts[1:], start=2):
-        try:
-            value = getattr(value, part)
-        except AttributeError:
-            if part == "torch_ops":
+def test_names_exist() -> None:
+    """Names of rawmla in the code spans of pages, and anywhere in examples."""
+    texts = {page.name: " ".join(code_spans(page.read_text())) for page in PAGES}
+    texts |= {path.name: path.read_text() for path in (ROOT / "examples").glob("*.py")}
+    for page, text in texts.items():
+        for name in set(re.findall(r"(?<![\w./-])rawmla(?:\.[A-Za-z_]\w*)+", text)):
+            if "torch_ops" in name:
                 pytest.importorskip("torch")
-            value = importlib.import_module(".".join(parts[:i]))
-    return value
-
-
-def help_text(*command: str) -> str:
-    answer = subprocess.run(
-        [sys.executable, *command, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
-    assert answer.returncode == 0, answer.stderr
-    return answer.stdout
+            assert pkgutil.resolve_name(name) is not None, f"{page} names {name}"
 
 
 def test_options_exist() -> None:
     programs = [["-m", "rawmla", command] for command in ("info", "compile", "flash-mla")]
     programs.append(["-m", "tests.emulator"])
     programs += [[f"scripts/{name}"] for name in ("bench", "gpu_check.py", "update_figures.py")]
-    known = {option for command in programs for option in re.findall(r"--[a-z][a-z-]*", help_text(*command))}
+    known = OTHER_PROGRAMS_OPTIONS | OWN_OPTIONS_OF_PYTEST | ENGINES_OPTIONS | NEED_TORCH
+    for program in programs:
+        command = [sys.executable, *program, "--help"]
+        answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+        assert answer.returncode == 0, answer.stderr
+        known |= set(re.findall(r"--[a-z][a-z-]*", answer.stdout))
     for page in PAGES:
         named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z](?!\w)", page.read_text()))
-        assert (
-            named - known - OTHER_PROGRAMS_OPTIONS - OWN_OPTIONS_OF_PYTEST - ENGINES_OPTIONS - NEED_TORCH
-            == set()
-        ), page.name
+        assert named <= known, page.name
 
 
 def test_every_public_name_is_in_the_api_table() -> None:

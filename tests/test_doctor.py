@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,34 +19,33 @@ WORKING = {
     "GPU": [("driver", "13.0")],
     "what works": [("run kernels", "yes"), ("torch tensors", "yes")],
 }
+VLLM, SGLANG = {"vllm": "0.33.0"}, {"sglang": "0.5.23"}
 Environment = Callable[..., doctor.Diagnosis]
 
 
 @pytest.fixture
 def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Environment:
     """Diagnoses an environment with these distributions, variables, and rawmla's entry points or not."""
-    works = dict(WORKING)
-    monkeypatch.setattr(report, "collect", lambda: works)
+    monkeypatch.setattr(report, "collect", lambda: dict(WORKING))
     monkeypatch.setattr(report, "torch_build", lambda: None)
     engines = ("VLLM_PLUGINS", "SGLANG_PLUGINS", "VLLM_BATCH_INVARIANT")
     for name in (vllm.ENGINE.variable, sglang.ENGINE.variable, *engines):
         monkeypatch.delenv(name, raising=False)
 
     def examine(
-        *,
+        variables: Mapping[str, str] = {},
+        files: Mapping[str, str] = {},
         entry_points: bool = True,
-        variables: dict[str, str] | None = None,
-        files: dict[str, str] | None = None,
         **versions: str,
     ) -> doctor.Diagnosis:
         folder = tmp_path / "site"
         folder.mkdir()
-        write(folder, files or {})
+        write(folder, dict(files))
         for name, version in versions.items():
             set_version(folder, name, version)
         if entry_points:
             install_entry_points(folder)
-        for name, value in (variables or {}).items():
+        for name, value in variables.items():
             monkeypatch.setenv(name, value)
         # This environment's own packages would be found too.
         monkeypatch.setattr("sys.path", [str(folder)])
@@ -60,7 +59,7 @@ def rows(found: doctor.Diagnosis, section: str) -> dict[str, str]:
 
 
 def test_engines_that_are_not_switched_on(environment: Environment) -> None:
-    found = environment(vllm="0.33.0", sglang="0.5.23", lmdeploy="0.12.0")
+    found = environment(**VLLM, **SGLANG, lmdeploy="0.12.0")
     engines = rows(found, "engines")
     assert engines["vLLM"] == "0.33.0, recognised" and engines["SGLang"] == "0.5.23, recognised"
     assert engines["LMDeploy"] == "0.12.0, imports flash_mla"
@@ -80,11 +79,9 @@ def test_engines_that_are_switched_on(environment: Environment) -> None:
         variables={"RAWMLA_VLLM": "backend", "RAWMLA_SGLANG": "patch", "VLLM_PLUGINS": "other, rawmla"},
     )
     plug_ins = rows(found, "plug-ins")
-    assert plug_ins["vLLM would replace"] == f"{', '.join(vllm.ENGINE.replaced)} of {vllm.ENGINE.module}"
+    for name, engine in (("vLLM", vllm.ENGINE), ("SGLang", sglang.ENGINE)):
+        assert plug_ins[f"{name} would replace"] == f"{', '.join(engine.replaced)} of {engine.module}"
     assert plug_ins["vLLM backends"] == "FLASHMLA, FLASHMLA_SPARSE, CUSTOM would be rawmla's"
-    assert (
-        plug_ins["SGLang would replace"] == f"{', '.join(sglang.ENGINE.replaced)} of {sglang.ENGINE.module}"
-    )
     assert found.problems == [] and found.hints == []
     variables = rows(found, "environment variables")
     assert variables["RAWMLA_VLLM"] == "backend" and variables["VLLM_PLUGINS"] == "other, rawmla"
@@ -100,22 +97,12 @@ def test_a_version_that_is_not_known(environment: Environment) -> None:
     ("versions", "variables", "entry_points", "problem"),
     [
         ({}, {"RAWMLA_VLLM": "patch"}, True, "vLLM is not installed"),
-        (
-            {"vllm": "0.33.0"},
-            {"RAWMLA_VLLM": "on"},
-            True,
-            "RAWMLA_VLLM: expected one of patch, backend, got 'on'",
-        ),
-        ({"vllm": "0.33.0"}, {"RAWMLA_VLLM": "patch"}, False, "vLLM does not see the plug-in"),
-        ({"vllm": "0.33.0"}, {"RAWMLA_VLLM": "patch", "VLLM_PLUGINS": "a,b"}, True, "VLLM_PLUGINS leaves"),
+        (VLLM, {"RAWMLA_VLLM": "on"}, True, "RAWMLA_VLLM: expected one of patch, backend, got 'on'"),
+        (VLLM, {"RAWMLA_VLLM": "patch"}, False, "vLLM does not see the plug-in"),
+        (VLLM, {"RAWMLA_VLLM": "patch", "VLLM_PLUGINS": "a,b"}, True, "VLLM_PLUGINS leaves"),
         ({"vllm": "0.32.0"}, {"RAWMLA_VLLM": "backend"}, True, "RAWMLA_VLLM=backend needs vLLM 0.33.0"),
-        (
-            {"sglang": "0.5.23"},
-            {"RAWMLA_SGLANG": "patch", "SGLANG_PLUGINS": "a"},
-            True,
-            "SGLANG_PLUGINS leaves",
-        ),
-        ({"sglang": "0.5.23"}, {"RAWMLA_SGLANG": "patch"}, False, "SGLang does not see the plug-in"),
+        (SGLANG, {"RAWMLA_SGLANG": "patch", "SGLANG_PLUGINS": "a"}, True, "SGLANG_PLUGINS leaves"),
+        (SGLANG, {"RAWMLA_SGLANG": "patch"}, False, "SGLang does not see the plug-in"),
         ({"sgl_flash_mla": "1.0.0", "rawmla_flash_mla": "0.1.0"}, {}, True, "own the same files"),
     ],
 )
@@ -170,7 +157,7 @@ ANOTHER_CUDA = "torch 2.14.0 is for CUDA 13.0, but rawmla was installed with"
         ({"cupy_cuda12x": "14.2.0"}, None, {}, []),
         ({"cupy_cuda12x": "14.2.0"}, "13.0", {"packages": CONFLICT}, ["two of them"]),
         ({}, None, {"what works": NO_GPU}, [NO_KERNELS]),
-        ({"vllm": "0.33.0"}, None, {"what works": NO_GPU}, [NO_KERNELS, NO_TORCH]),
+        (VLLM, None, {"what works": NO_GPU}, [NO_KERNELS, NO_TORCH]),
     ],
 )
 def test_what_does_not_work_is_a_problem(

@@ -1,11 +1,9 @@
-"""The programs in examples/ compile, call what exists, and say why they stop on a machine without a GPU.
+"""The programs in examples/ say why they stop on a machine without a GPU, and run on the reference.
 
-On a GPU they are run as they stand by tests/gpu.
+On a GPU they are run as they stand by tests/gpu. mypy sees calls that do not fit rawmla's signatures.
 """
 
 import ast
-import inspect
-import py_compile
 import re
 import sys
 from pathlib import Path
@@ -32,65 +30,11 @@ def needs(path: Path) -> None:
         pytest.importorskip(name)
 
 
-def resolve(node: ast.expr) -> Any:
-    """What an expression `rawmla.name` names, None for any other; AttributeError if that is not there.
-
-    `mla` is rawmla, or its reference, in an example that runs on both.
-    """
-    if isinstance(node, ast.Name):
-        return rawmla if node.id in ("rawmla", "mla") else None
-    if isinstance(node, ast.Attribute):
-        owner = resolve(node.value)
-        return None if owner is None else getattr(owner, node.attr)
-    return None
-
-
-def check_names(code: str) -> int:
-    """Every name of rawmla exists, and calls bind to the signatures; returns the number of calls."""
-    calls = 0
-    for node in ast.walk(ast.parse(code)):
-        if isinstance(node, ast.Attribute):
-            resolve(node)
-        if not isinstance(node, ast.Call) or not callable(resolve(node.func)):
-            continue
-        calls += 1
-        signature = inspect.signature(resolve(node.func))
-        keywords = {keyword.arg: None for keyword in node.keywords if keyword.arg is not None}
-        positional = [argument for argument in node.args if not isinstance(argument, ast.Starred)]
-        is_whole = len(positional) == len(node.args) and len(keywords) == len(node.keywords)
-        if is_whole:
-            signature.bind(*positional, **keywords)
-        else:
-            signature.bind_partial(**keywords)
-    return calls
-
-
 @examples
-def test_compiles_and_is_short(path: Path, tmp_path: Path) -> None:
-    py_compile.compile(str(path), cfile=str(tmp_path / "compiled"), doraise=True)
+def test_is_short_and_says_how_to_run_it(path: Path) -> None:
     code = path.read_text()
     assert len(code.splitlines()) <= MAX_LINES
     assert f"python examples/{path.name}" in (ast.get_docstring(ast.parse(code)) or "")
-
-
-@examples
-def test_names_and_arguments_exist(path: Path) -> None:
-    assert check_names(path.read_text()) >= 4
-
-
-@pytest.mark.parametrize(
-    "code",
-    (
-        "rawmla.no_such_name",
-        "rawmla.reference.warmup()",
-        "rawmla.get_mla_metadata(no_such_argument=1)",
-        "rawmla.flash_mla_with_kvcache(*arrays, no_such_argument=1)",
-        "rawmla.quantize_k_cache(cache)",
-    ),
-)
-def test_mistakes_are_found(code: str) -> None:
-    with pytest.raises((AttributeError, TypeError)):
-        check_names(code)
 
 
 @examples
@@ -102,9 +46,7 @@ def test_without_a_gpu(path: Path) -> None:
     answer = fresh.run((str(path),), ROOT)
     with pytest.raises(rawmla.RawMLAError) as error:
         rawmla.warmup()
-    assert answer.returncode == 1
-    assert answer.stdout == ""
-    assert answer.stderr == f"{error.value}\n"
+    assert (answer.returncode, answer.stdout, answer.stderr) == (1, "", f"{error.value}\n")
     assert len(answer.stderr.splitlines()) == 1
 
 
@@ -123,33 +65,25 @@ def test_without_a_package(name: str, package: str, requirement: str, tmp_path: 
         f"runpy.run_path('examples/{name}.py', run_name='__main__')"
     )
     answer = fresh.run(("-c", code), ROOT)
-    assert answer.returncode == 1
-    assert answer.stderr == f"this example needs {package}: pip install {requirement}\n"
+    said = f"this example needs {package}: pip install {requirement}\n"
+    assert (answer.returncode, answer.stderr) == (1, said)
 
 
 def on_the_reference(name: str, *changes: tuple[str, str]) -> dict[str, Any]:
     """The names of an example whose tensors are on the CPU and whose rawmla is the reference."""
     path = ROOT / "examples" / f"{name}.py"
     needs(path)
-    reference = {function: getattr(rawmla.reference, function) for function in rawmla.reference.__all__}
-
-    def nothing(*arguments: Any, **options: Any) -> None: ...
-
-    stand_in = SimpleNamespace(
-        **reference,
-        reference=rawmla.reference,
-        RawMLAError=rawmla.RawMLAError,
-        warmup=nothing,
-        warmup_call=nothing,
-    )
+    names = {name: getattr(rawmla.reference, name) for name in rawmla.reference.__all__}
+    names |= {"reference": rawmla.reference, "RawMLAError": rawmla.RawMLAError}
+    names |= dict.fromkeys(("warmup", "warmup_call"), lambda *arguments, **options: None)
     code = path.read_text()
     for old, new in changes:
         assert old in code
         code = code.replace(old, new)
     code = code.replace('"cuda"', '"cpu"').replace(".cuda()", "").replace("\nimport rawmla\n", "\n")
-    names: dict[str, Any] = {"rawmla": stand_in, "__name__": name}
-    exec(compile(code, str(path), "exec"), names)
-    return names
+    program: dict[str, Any] = {"rawmla": SimpleNamespace(**names), "__name__": name}
+    exec(compile(code, str(path), "exec"), program)
+    return program
 
 
 SMALL: dict[str, dict[str, Any]] = {
