@@ -254,6 +254,7 @@ def _add_gradients(
         # dS is rounded before or after the scale.
         lost = FLOAT32 * scale * terms + least * (max(scale, 1.0) + scale * factors)
         smallest = torch.full_like(lost, least)
+        del scores, weights, dp, ds, terms, factors  # a single head may have 1.6e8 scores
         for squares, of_ds, of_p in ((sizes, scale * off_ds, off_p * p), (floors, lost, smallest)):
             of_ds, of_p = (x.masked_fill(hidden, 0.0).square() for x in (of_ds, of_p))
             _add(squares[0], own, (of_ds @ norms(keys).square())[..., 0])
