@@ -1,5 +1,5 @@
 """Calls whose lengths, tables and indices may be anything: they end, and touch nothing outside of the arrays.
-To run under compute-sanitizer, as test_sparse_sanitizer.py; tests/test_emulated_lengths.py makes the same
+To run under compute-sanitizer, as test_sanitizer.py; tests/test_emulated_lengths.py makes the same
 calls with arrays beside memory that nobody may touch.
 """
 

@@ -1,6 +1,6 @@
 """Plans: both forms and layouts, plans written by somebody else, re-use.
 
-What a plan looks like is in test_metadata.py, which calls a plan refuses is in tests/test_plan_calls.py.
+What a plan looks like is in test_metadata.py, which calls a plan refuses is in tests/calls/test_plans.py.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ def sparse_lse_tolerance(inputs: SparseInputs) -> Any:
 def sparse_check(inputs: SparseInputs, got: tuple[Any, Any], want: tuple[Any, Any] | None = None) -> None:
     """Compare a sparse call's (out, lse) with the float64 reference; run after the kernel, never before.
 
-    Keys are those that the kernel multiplies; test_sparse_accuracy.py has exact ones for all.
+    Keys are those that the kernel multiplies; test_accuracy.py has exact ones for all.
     """
     out, lse = got
     want_out, want_lse = sparse_reference(inputs) if want is None else want
