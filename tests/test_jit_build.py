@@ -254,6 +254,8 @@ __device__ int score(int x) {
     return twice + nowhere;
 }
 """
+
+
 @pytest.fixture
 def texts(project: Project) -> Project:
     """A project whose kernel includes a generated header."""

@@ -137,7 +137,7 @@ def dangling_link(file: Path) -> None:
 
 CUBIN, META = "kernel.cubin", "meta.json"
 DAMAGES: dict[str, tuple[str, Callable[..., Any]]] = {
-    "a bit": (CUBIN, lambda file: file.write_bytes(bytes([file.read_bytes()[0] ^ 1]) + file.read_bytes()[1:])),
+    "a byte": (CUBIN, lambda file: file.write_bytes(file.read_bytes()[:-1] + b"\xff")),
     "no cubin": (CUBIN, Path.unlink),
     "a pipe": (CUBIN, lambda file: (file.unlink(), os.mkfifo(file, 0o600))),
     "a folder": (CUBIN, lambda file: (file.unlink(), file.mkdir(mode=0o755))),
