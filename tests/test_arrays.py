@@ -226,7 +226,7 @@ class TestTorch:
     def test_allocations(
         self, torch: Any, monkeypatch: pytest.MonkeyPatch, device: int, has_fast: bool
     ) -> None:
-        """The fast function of torch is for the current device alone, which is 0; it gives CPU memory here."""
+        """The fast function of torch is for the current device alone, which is 0. It gives CPU memory."""
         framework = TorchFramework(torch)
         places: list[tuple[str, int]] = []
 

@@ -117,12 +117,6 @@ def test_only_hashed_headers_can_be_included(
     assert "stray.cuh" in str(failure(project))
 
 
-def test_inactive_include_of_a_missing_file_is_harmless(project: Project) -> None:
-    text = '#if 0\n#include "gone.cuh"\n#endif\n// #include "gone.cuh"\n'
-    project.write("kernels/tiny.cu", text + 'extern "C" __global__ void tiny(int* p) { *p = FACTOR; }\n')
-    assert project.build().cubin
-
-
 # ---- compilation
 
 
@@ -260,6 +254,8 @@ __device__ int score(int x) {
     return twice + nowhere;
 }
 """
+
+
 @pytest.fixture
 def texts(project: Project) -> Project:
     """A project whose kernel includes a generated header."""

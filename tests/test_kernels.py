@@ -64,13 +64,8 @@ from rawmla.kernels.mha_backward_variants import BY_KEYS, BY_KEYS_WIDE, BY_PRODU
 def test_variants() -> None:
     assert len(set(SPECS)) == len(SPECS) and set(default_specs()) < set(SPECS)
     assert not any(prefill for _, prefill in map(family, default_specs()))
-    for arguments in (
-        ("v32", 512, 16),
-        ("model1", 576, 16),
-        ("bf16", 576, 8),
-        ("v32", 576, 4),
-        ("fp8", 576, 16),
-    ):
+    wrong = (("v32", 512, 16), ("model1", 576, 16), ("bf16", 576, 8), ("v32", 576, 4), ("fp8", 576, 16))
+    for arguments in wrong:
         with pytest.raises(ValueError, match="^sparse decode: expected"):
             mla_sparse.spec(*arguments)
     assert specs("bfloat16", 40, 40, True, True, True) == specs("bfloat16", 64, 64, True, True, True)
@@ -114,14 +109,11 @@ def test_compiles_without_spills(name: str) -> None:
         assert moved <= sum(shared) * launched, (moves, launched)
 
 
-@pytest.mark.parametrize(
-    "which",
-    full_unless(
-        lambda which: which == ((256, 256), "both read"),
-        itertools.product(kernel_variants.FLEX_DIMS, ("both read", "small blocks")),
-    ),
-    ids=str,
-)
+READING = itertools.product(kernel_variants.FLEX_DIMS, ("both read", "small blocks"))
+QUICK_READING = ((256, 256), "both read")
+
+
+@pytest.mark.parametrize("which", full_unless(lambda which: which == QUICK_READING, READING), ids=str)
 def test_functions_that_read_along_keys(which: tuple[tuple[int, int], str]) -> None:
     """They may spill, but products do not wait for each other."""
     assert_products_are_not_serialised(jit.build(forward_spec("bfloat16", *which)))

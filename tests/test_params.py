@@ -25,6 +25,7 @@ from rawmla.jit.params import (
     struct_type,
 )
 
+
 class Pair(NamedTuple):
     first: int
     second: int
