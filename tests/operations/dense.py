@@ -12,8 +12,7 @@ import rawmla
 from kit.mha import MhaCase, MhaInputs, check_mha, covered_rows, make_mha_inputs
 
 from .core import Arguments, Call, Operation, assert_same_bits, slices, spoilt, wrong_value
-
-CANARY = -7.0
+from .memory import CANARY, inner, padded_shape
 
 # ---- calls
 
@@ -54,20 +53,21 @@ def function_and_arguments(inputs: MhaInputs, **more: Any) -> tuple[Any, tuple[A
 
 def attend(inputs: MhaInputs, **more: Any) -> tuple[Any, Any]:
     """out and lse."""
-    function, arguments, keywords = function_and_arguments(inputs, **more)
-    return function(*arguments, **keywords)
+    out, lse = dense_call(inputs).run(**more)
+    return out, lse
 
 
-def out_buffer(inputs: MhaInputs) -> tuple[Any, Any]:
-    """A buffer of canaries, and a slice of it in all dimensions, full of NaN, to be given as `out`."""
-    shape = (*inputs.q.shape[:-1], inputs.case.d_v)
-    aligned = -(-shape[-1] // 8) * 8
-    buffer = torch.full(
-        (*[n + 2 for n in shape[:-1]], aligned + 16), CANARY, dtype=inputs.q.dtype, device=inputs.q.device
-    )
-    given = buffer[(*[slice(1, n + 1) for n in shape[:-1]], slice(8, 8 + shape[-1]))]
+def buffer_like(result: Any, canary: float = CANARY) -> tuple[Any, Any]:
+    """A buffer of canaries, and a slice of it in all dimensions, full of NaN, like a result."""
+    buffer = result.new_full(padded_shape(result, slices(result)), canary)
+    given = inner(buffer, result, slices(result))
     given.fill_(float("nan"))
     return buffer, given
+
+
+def out_buffer(inputs: Any) -> tuple[Any, Any]:
+    """A buffer of canaries, and a slice of it that can be given as `out`."""
+    return buffer_like(inputs.q.new_empty((*inputs.q.shape[:-1], inputs.case.d_v)))
 
 
 def assert_untouched_around(buffer: Any, given: Any) -> None:

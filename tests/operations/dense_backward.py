@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
-import torch
 
 import rawmla
 from kit.mha import MhaCase, MhaInputs, in_gaps, make_mha_inputs
@@ -25,6 +24,7 @@ from .dense import (
     SEGMENTS,
     SMALL,
     attend,
+    buffer_like,
     changes_of_numbers,
     changes_of_segments,
     named_arguments,
@@ -40,6 +40,13 @@ class BackwardInputs:
     inputs: Any  # MhaInputs, or FlexInputs
     gradients: Gradients
     results: tuple[Any, Any]  # out and lse
+
+    def begin_with(self, gradients: Gradients, results: tuple[Any, Any]) -> None:
+        """Take over other numbers in place."""
+        olds = (*self.results, self.gradients.dout, self.gradients.dlse)
+        for old, new in zip(olds, (*results, gradients.dout, gradients.dlse), strict=True):
+            if old is not None:
+                old.copy_(new)
 
 
 @dataclass(frozen=True)
@@ -98,16 +105,10 @@ def named_backward_arguments(call: BackwardInputs) -> tuple[str, Arguments]:
     return function.replace("_func", "_backward"), arguments
 
 
-def function_and_arguments(call: BackwardInputs, **more: Any) -> tuple[Any, tuple[Any, ...], Arguments]:
-    """The public function of a call, and what it is called with; `more` are further keywords."""
-    name, arguments = named_backward_arguments(call)
-    return getattr(rawmla, name), (), {**arguments, **more}
-
-
 def backward_of(call: BackwardInputs, **more: Any) -> tuple[Any, ...]:
     """dq, dk, dv, and with a sink dsink."""
-    function, arguments, keywords = function_and_arguments(call, **more)
-    return function(*arguments, **keywords)
+    name, arguments = named_backward_arguments(call)
+    return getattr(rawmla, name)(**{**arguments, **more})
 
 
 def check_backward(call: BackwardInputs, got: tuple[Any, ...], *, plain: bool = False) -> None:
@@ -117,18 +118,8 @@ def check_backward(call: BackwardInputs, got: tuple[Any, ...], *, plain: bool = 
 
 def gradient_buffers(inputs: MhaInputs, canary: float) -> tuple[list[Any], dict[str, Any]]:
     """Buffers of canaries, and slices of them in all dimensions, full of NaN, as dq, dk and dv."""
-    buffers, given = [], {}
-    for name, source in (("dq", inputs.q), ("dk", inputs.k), ("dv", inputs.v)):
-        *rows, columns = source.shape
-        aligned = -(-columns // 8) * 8
-        buffer = torch.full(
-            (*[n + 2 for n in rows], aligned + 16), canary, dtype=source.dtype, device=source.device
-        )
-        part = buffer[(*[slice(1, n + 1) for n in rows], slice(8, 8 + columns))]
-        part.fill_(float("nan"))
-        buffers.append(buffer)
-        given[name] = part
-    return buffers, given
+    buffers, given = zip(*(buffer_like(x, canary) for x in (inputs.q, inputs.k, inputs.v)), strict=True)
+    return list(buffers), dict(zip(NAMES, given, strict=False))
 
 
 def assert_same_gradients(
@@ -171,12 +162,7 @@ def dense_backward_changes(call: Call) -> Iterator[None]:
 
     def follow(seed: int) -> None:
         again = replace(inputs, case=replace(inputs.case, seed=seed))
-        gradients = make_mha_gradients(again, of)
-        olds = (*given.results, given.gradients.dout, given.gradients.dlse)
-        news = (*exact_results(inputs), gradients.dout, gradients.dlse)
-        for old, new in zip(olds, news, strict=True):
-            if old is not None:
-                old.copy_(new)
+        given.begin_with(make_mha_gradients(again, of), exact_results(inputs))
 
     yield
     for turn in changes_of_numbers(vars(inputs), inputs.case.softcap):

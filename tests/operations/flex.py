@@ -20,10 +20,9 @@ from kit.flex import (
 )
 
 from .core import LISTS, Arguments, Call, Operation, assert_same_bits, slices, spoilt, wrong_value
-from .dense import ROWS, assert_untouched_around, renew
+from .dense import ROWS, assert_untouched_around, out_buffer, renew
 
 Results = tuple[Any, Any, Any]
-CANARY = -7.0
 
 __all__ = [
     "assert_same_results",
@@ -63,18 +62,6 @@ def mask_arguments(inputs: FlexInputs, form: str) -> Arguments:
         "BLOCK_SIZE": case.block,
         "separate_full_blocks": case.separate,
     }
-
-
-def out_buffer(inputs: FlexInputs) -> tuple[Any, Any]:
-    """A buffer of canaries, and a slice of it in all dimensions, full of NaN, to be given as `out`."""
-    shape = (*inputs.q.shape[:-1], inputs.case.d_v)
-    aligned = -(-shape[-1] // 8) * 8
-    buffer = torch.full(
-        (*[n + 2 for n in shape[:-1]], aligned + 16), CANARY, dtype=inputs.q.dtype, device=inputs.q.device
-    )
-    given = buffer[(*[slice(1, n + 1) for n in shape[:-1]], slice(8, 8 + shape[-1]))]
-    given.fill_(float("nan"))
-    return buffer, given
 
 
 def assert_same_results(name: str, got: Any, want: Any) -> None:
