@@ -12,16 +12,7 @@ import pytest
 from flex_points import evaluate, needs_host_compiler, wanted
 
 import rawmla
-from kit.flex import (
-    MASKS,
-    SCORES,
-    FlexCase,
-    FlexInputs,
-    Sizes,
-    attended,
-    check_flex,
-    make_flex_inputs,
-)
+from kit.flex import MASKS, SCORES, FlexCase, FlexInputs, Sizes, attended, check_flex, make_flex_inputs
 from kit.flex import reference as forward
 from kit.flex_backward import (
     captured_tensors,

@@ -11,16 +11,7 @@ from typing import Any
 
 from .compare import in_parts
 from .generators import changed_fields
-from .mha import (
-    HALF_STEP,
-    LEAST,
-    bounds_of,
-    flash_attn_func,
-    in_gaps,
-    problems_of_out,
-    sink_of,
-    used_rows,
-)
+from .mha import HALF_STEP, LEAST, bounds_of, flash_attn_func, in_gaps, problems_of_out, sink_of, used_rows
 
 GARBAGE = {"int32": 2**31 - 1, "int64": 2**62 + 1, "pointers": 2**62 + 1}
 """Entries of tables that name no page; int64 ones are far past 32 bits."""
@@ -191,10 +182,7 @@ def make_prefix_inputs(case: PrefixCase, device: str = "cuda") -> PrefixInputs:
     block, offset = table[request, position // size].to(device), (position % size).to(device)
 
     caches = []
-    for scale, shape in (
-        (case.k_scale, (d // case.x, size, case.x)),
-        (case.v_scale, (d, size)),
-    ):
+    for scale, shape in ((case.k_scale, (d // case.x, size, case.x)), (case.v_scale, (d, size))):
         values = numbers(len(request), case.h_kv, d)
         if case.float8 is None:
             values, gap = values.to(dtype), torch.full((), case.gap, dtype=dtype)

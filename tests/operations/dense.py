@@ -180,10 +180,7 @@ SEGMENTS = MhaCase(
 )
 IN_PLACE = replace(SEGMENTS, gap=0.0, layout="plain")  # its requests may begin anywhere
 RERUNS = ((1, 239), (239, 1), (3, 799), (799, 3), (1024, 128), (97, 97), (257, 257), (2048, 2048))
-MANY: Arguments = {
-    "q_lengths": (1, 400, 0, 33, 64, 130) * 10,
-    "k_lengths": (300, 401, 90, 0, 64, 17) * 10,
-}
+MANY: Arguments = {"q_lengths": (1, 400, 0, 33, 64, 130) * 10, "k_lengths": (300, 401, 90, 0, 64, 17) * 10}
 SMALL: Arguments = {"q_lengths": (5, 0, 1, 140), "k_lengths": (3, 7, 0, 270)}
 SMALL_SAME: Arguments = {"q_lengths": (5, 0, 1, 140), "k_lengths": (5, 0, 1, 140), "h_q": 2, "h_kv": 2}
 ARRAYS = ("q", "k", "v", "attn_sink", "alibi_slopes")

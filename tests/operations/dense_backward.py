@@ -260,7 +260,7 @@ MHA_BACKWARD = Operation(
                 x: a[x][:0] for x in ("dout", "q", "k", "v", "out", "lse", "dlse") if a[x] is not None
             },
             {"dq": 0, "dk": 0, "dv": 0},
-        ),
+        )
     },
     bad={"scale 0": wrong_value("softmax_scale", 0.0)},
     changes=dense_backward_changes,

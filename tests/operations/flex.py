@@ -10,27 +10,14 @@ from typing import Any
 import torch
 
 import rawmla
-from kit.flex import (
-    FlexCase,
-    FlexInputs,
-    attended,
-    block_mask_of,
-    check_flex,
-    make_flex_inputs,
-)
+from kit.flex import FlexCase, FlexInputs, attended, block_mask_of, check_flex, make_flex_inputs
 
 from .core import LISTS, Arguments, Call, Operation, assert_same_bits, slices, spoilt, wrong_value
 from .dense import ROWS, assert_untouched_around, out_buffer, renew
 
 Results = tuple[Any, Any, Any]
 
-__all__ = [
-    "assert_same_results",
-    "assert_untouched_around",
-    "attend",
-    "created_mask",
-    "out_buffer",
-]
+__all__ = ["assert_same_results", "assert_untouched_around", "attend", "created_mask", "out_buffer"]
 
 # ---- calls
 
@@ -271,10 +258,7 @@ BLOCK_MASK = Operation(
     small_cases=(*(replace(case, score="") for case in SMALL_CASES if case.mask), replace(TILES, score="")),
     kernels=("block_mask_states", "block_mask_lists"),
     graph_cases=(replace(CHANGING, score=""),),
-    bad={
-        "block of 0": wrong_value("BLOCK_SIZE", 0),
-        "no function": wrong_value("mask_mod", 3, TypeError),
-    },
+    bad={"block of 0": wrong_value("BLOCK_SIZE", 0), "no function": wrong_value("mask_mod", 3, TypeError)},
     changes=mask_changes,
 )
 
