@@ -16,9 +16,13 @@ from rawmla.kernels.mha_backward_variants import Needs
 
 from .core import Arguments, Call, Operation, assert_rounded_alike, assert_same_bits, slices, wrong_value
 from .dense import (
+    D64,
+    D256,
     IN_PLACE,
     MANY,
     OF_SEGMENTS,
+    ONE_KV,
+    PAIR,
     RERUNS,
     ROWS,
     SEGMENTS,
@@ -195,8 +199,7 @@ def both_orders(*cases: tuple[MhaCase, str]) -> tuple[BackwardCase, ...]:
 
 BATCH = MhaCase(b=3, s_q=150, s_k=200, causal=True, softcap=15.0, alibi="heads", sink="float32", gap=0.0)
 OF_192 = replace(IN_PLACE, d_qk=192, alibi=None, causal=True, window=(-1, -1), sink="float32", h_kv=1)
-OF_256 = replace(IN_PLACE, d_qk=256, d_v=256, alibi=None)
-SMALL_ROWS: Arguments = {"h_q": 2, "h_kv": 1}
+OF_256 = replace(IN_PLACE, **D256, alibi=None)
 
 MHA_BACKWARD = Operation(
     name="mha_backward",
@@ -210,41 +213,31 @@ MHA_BACKWARD = Operation(
     small_cases=(
         *both_orders(
             (MhaCase(b=1, s_q=1, s_k=1, h_q=1, h_kv=1), "out"),
-            (MhaCase(b=2, s_q=150, s_k=300, h_q=2, h_kv=2, causal=True, layout="heads"), "out"),
+            (MhaCase(b=2, s_q=150, s_k=300, **PAIR, causal=True, layout="heads"), "out"),
             (MhaCase(b=1, s_q=150, s_k=40, h_q=4, h_kv=2, causal=True, sink="infinite"), "both"),
         ),
+        BackwardCase(MhaCase(b=1, s_q=200, s_k=300, **ONE_KV, window=(30, 5), layout="slice", **D64)),
+        BackwardCase(MhaCase(b=1, s_q=140, s_k=270, **PAIR, softcap=15.0, alibi="heads", **D64), "both"),
         BackwardCase(
-            MhaCase(b=1, s_q=200, s_k=300, **SMALL_ROWS, window=(30, 5), layout="slice", d_qk=64, d_v=64)
-        ),
-        BackwardCase(
-            MhaCase(b=1, s_q=140, s_k=270, h_q=2, h_kv=2, softcap=15.0, alibi="heads", d_qk=64, d_v=64),
-            "both",
-        ),
-        BackwardCase(
-            MhaCase(b=2, s_q=70, s_k=90, h_q=2, h_kv=2, d_qk=96, d_v=96, dtype="float16", sink="bfloat16"),
+            MhaCase(b=2, s_q=70, s_k=90, **PAIR, d_qk=96, d_v=96, dtype="float16", sink="bfloat16"),
             "out",
             False,
         ),
-        BackwardCase(MhaCase(b=1, s_q=140, s_k=270, **SMALL_ROWS, d_qk=192, causal=True), "out", False),
-        BackwardCase(
-            MhaCase(b=1, s_q=140, s_k=150, **SMALL_ROWS, d_qk=256, d_v=256, causal=True), "both", False
-        ),
+        BackwardCase(MhaCase(b=1, s_q=140, s_k=270, **ONE_KV, d_qk=192, causal=True), "out", False),
+        BackwardCase(MhaCase(b=1, s_q=140, s_k=150, **ONE_KV, **D256, causal=True), "both", False),
     ),
     kernels=("mha_backward_prepare", "mha_backward[", "mha_backward_by_product", "mha_backward_finish"),
     rerun_cases=both_orders(
         *(
-            (MhaCase(b=60, s_q=s_q, s_k=s_k, h_kv=4, d_qk=64, d_v=64, causal=causal, sink="float32"), "out")
+            (MhaCase(b=60, s_q=s_q, s_k=s_k, h_kv=4, **D64, causal=causal, sink="float32"), "out")
             for causal, (s_q, s_k) in zip((True, False) * 4, RERUNS, strict=True)
         ),
         (MhaCase(b=60, s_q=1024, s_k=128, h_kv=4, causal=True, sink="float32"), "out"),
         (MhaCase(b=60, s_q=257, s_k=257, h_kv=1, causal=True, sink="float32"), "both"),
         (MhaCase(b=60, s_q=97, s_k=300, h_kv=4, d_qk=96, d_v=96, sink="bfloat16", dtype="float16"), "both"),
-        (
-            MhaCase(b=20, s_q=257, s_k=257, d_qk=64, d_v=64, window=(50, 3), softcap=15.0, alibi="requests"),
-            "both",
-        ),
+        (MhaCase(b=20, s_q=257, s_k=257, **D64, window=(50, 3), softcap=15.0, alibi="requests"), "both"),
         (MhaCase(b=8, s_q=300, s_k=457, d_qk=192, causal=True), "out"),
-        (MhaCase(b=8, s_q=300, s_k=457, d_qk=256, d_v=256, window=(200, 30), h_kv=1, layout="slice"), "both"),
+        (MhaCase(b=8, s_q=300, s_k=457, **D256, window=(200, 30), h_kv=1, layout="slice"), "both"),
     ),
     repeats=1000,
     graph_cases=both_orders((BATCH, "both")),
@@ -274,8 +267,8 @@ MHA_VARLEN_BACKWARD = replace(
     small_cases=(
         *both_orders(
             (MhaCase(**SMALL, causal=True, sink="float32"), "both"),
-            (MhaCase(**SMALL, **SMALL_ROWS, d_qk=192, window=(90, 5), k_used=(3, 5, 0, 200)), "out"),
-            (MhaCase(**SMALL, **SMALL_ROWS, d_qk=256, d_v=256, q_used=(2, 0, 1, 100)), "both"),
+            (MhaCase(**SMALL, **ONE_KV, d_qk=192, window=(90, 5), k_used=(3, 5, 0, 200)), "out"),
+            (MhaCase(**SMALL, **ONE_KV, **D256, q_used=(2, 0, 1, 100)), "both"),
         ),
         BackwardCase(
             MhaCase(**SMALL, q_used=(2, 0, 1, 100), k_used=(3, 0, 0, 141), rows_around=70, layout="slice"),
