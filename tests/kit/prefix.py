@@ -109,27 +109,17 @@ class PrefixInputs:
     def keywords(self, o: Any) -> dict[str, Any]:
         """The arguments of the call."""
         case = self.case
+        names = ("q", "k", "v", "k_cache", "v_cache", "b_loc", "b_start_loc", "b_seq_len", "k_scale")
         return {
-            "q": self.q,
-            "k": self.k,
-            "v": self.v,
+            **{name: getattr(self, name) for name in (*names, "v_scale", "alibi_slopes", "sinks")},
             "o": o,
             "kv_cache_dtype": case.kv_cache_dtype,
-            "k_cache": self.k_cache,
-            "v_cache": self.v_cache,
-            "b_loc": self.b_loc,
-            "b_start_loc": self.b_start_loc,
-            "b_seq_len": self.b_seq_len,
             "max_seq_len": None,
             "max_input_len": max(case.query_lengths, default=0),
-            "k_scale": self.k_scale,
-            "v_scale": self.v_scale,
-            "alibi_slopes": self.alibi_slopes,
             "sliding_window": case.window,
             "sm_scale": case.sm_scale,
             "skip_decode": case.skip_decode,
             "fp8_out_scale": self.out_scale,
-            "sinks": self.sinks,
             "is_block_table_ptr": case.table == "pointers",
             "interleaved_v_pack_factor": case.pack,
             "causal": case.causal,
