@@ -1,4 +1,4 @@
-"""Dense attention of `rawmla.reference` against torch and its autograd; segments, sinks, tensors."""
+"""Dense attention of `rawmla.reference` against the reference in torch and its autograd; segments, sinks."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kit.mha import flash_attn_func
 from rawmla import reference
 
 torch = pytest.importorskip("torch")
@@ -26,57 +27,18 @@ def make(
     return [randn(*b, *shape, seed=i) for i, shape in enumerate(shapes)]
 
 
-def plain(q: Any, k: Any, v: Any, **options: Any) -> tuple[Any, Any]:
-    """Attention of tensors `[b, s, h, d]` in torch, differentiable: a mask, and a softmax with a column for
-    the sink. Rows that see nothing take no part in it.
-    """
-    b, s_q, h_q, d = q.shape
-    s_kv, h_kv = k.shape[1:3]
-    left, right = options.get("window_size", (-1, -1))
-    right = 0 if options.get("causal") else right
-    shift = s_kv - s_q
-    i, j = torch.arange(s_q)[:, None], torch.arange(s_kv)[None]
-    seen = torch.ones(s_q, s_kv, dtype=torch.bool)
-    if left not in (None, -1):
-        seen = seen & (j >= i + shift - left)
-    if right not in (None, -1):
-        seen = seen & (j <= i + shift + right)
-    if chunk := options.get("attention_chunk"):
-        same = torch.div(i + shift, chunk, rounding_mode="floor") == torch.div(
-            j, chunk, rounding_mode="floor"
-        )
-        seen = seen & same
-    scores = torch.einsum("bihd,bjhd->bhij", q, k.repeat_interleave(h_q // h_kv, 2))
-    scores = scores * options.get("softmax_scale", d**-0.5)
-    if softcap := options.get("softcap"):
-        scores = softcap * torch.tanh(scores / softcap)
-    if (slopes := options.get("alibi_slopes")) is not None:
-        slopes = torch.as_tensor(slopes).expand(b, h_q)
-        scores = scores - slopes[:, :, None, None] * (i + shift - j).abs()
-    rows = seen.any(1)
-    scores = scores.masked_fill(~seen, -torch.inf)[:, :, rows]
-    lse = torch.full((b, h_q, s_q), -torch.inf, dtype=q.dtype)
-    lse[:, :, rows] = torch.logsumexp(scores, -1)
-    if (sink := options.get("attn_sink")) is not None:
-        column = torch.as_tensor(sink)[None, :, None, None].expand(b, h_q, scores.shape[2], 1)
-        weights = torch.softmax(torch.cat([scores, column], -1), -1)[..., :-1]
-    else:
-        weights = torch.softmax(scores, -1)
-    out = torch.zeros(b, s_q, h_q, v.shape[-1], dtype=q.dtype)
-    out[:, rows] = torch.einsum("bhij,bjhd->bihd", weights, v.repeat_interleave(h_q // h_kv, 2))
-    return out, lse
-
-
 def by_autograd(arrays: list[np.ndarray], **options: Any) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """out and lse of `plain`, and the gradients of q, k, v and of a sink."""
+    """out and lse of the reference in torch, and the gradients of q, k, v and of a sink."""
     q, k, v, dout, dlse = (torch.from_numpy(x) for x in arrays)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     if options.get("attn_sink") is not None:
         leaves.append(torch.from_numpy(options["attn_sink"]).requires_grad_())
         options["attn_sink"] = leaves[-1]
-    out, lse = plain(*leaves[:3], **options)
+    if options.get("alibi_slopes") is not None:
+        options["alibi_slopes"] = torch.from_numpy(options["alibi_slopes"])
+    out, lse = flash_attn_func(*leaves[:3], **options)
     some = torch.isfinite(lse)
-    ((out * dout).sum() + (lse[some] * dlse[some]).sum()).backward()
+    ((out * dout).sum() + (lse[some] * dlse[some]).sum() + 0 * leaves[0].sum()).backward()
     gradients = [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]
     return [x.detach().numpy() for x in (out, lse)], [x.numpy() for x in gradients]
 
@@ -123,11 +85,19 @@ def test_against_autograd(options: dict[str, Any], sizes: tuple[int, int]) -> No
 @pytest.mark.parametrize("chunk", (1, 3, 4, 100))
 @pytest.mark.parametrize("sizes", ((8, 8), (3, 10), (9, 4)), ids=str)
 def test_chunks(sizes: tuple[int, int], chunk: int) -> None:
+    """A query attends to the keys of its chunk that the mask leaves."""
     q, k, v = make(*sizes)[:3]
-    for options in ({"causal": True}, {"window_size": (2, 2)}, {}):
-        options["attention_chunk"] = chunk
-        want = plain(*(torch.from_numpy(x) for x in (q, k, v)), **options)
-        check(reference.flash_attn_func(q, k, v, **options), [x.numpy() for x in want])
+    masks: tuple[tuple[dict[str, Any], int, int], ...] = (
+        ({"causal": True}, 100, 0),
+        ({"window_size": (2, 2)}, 2, 2),
+        ({}, 100, 100),
+    )
+    for options, left, right in masks:
+        out, lse = reference.flash_attn_func(q, k, v, **options, attention_chunk=chunk)
+        for i in range(sizes[0]):
+            at = i + sizes[1] - sizes[0]
+            seen = [j for j in range(sizes[1]) if j // chunk == at // chunk and at - left <= j <= at + right]
+            check((out[:, [i]], lse[..., [i]]), reference.flash_attn_func(q[:, [i]], k[:, seen], v[:, seen]))
 
 
 @pytest.mark.parametrize("poison", (np.nan, np.inf))

@@ -5,7 +5,6 @@ it imports NumPy only; torch and CuPy are imported by the functions that build o
 """
 
 from kit.compare import (
-    Difference,
     Tolerance,
     check_close,
     lse_tolerance,
@@ -21,7 +20,6 @@ from kit.sparse import SparseCase, SparseInputs, make_sparse_inputs
 __all__ = [
     "DenseCase",
     "DenseInputs",
-    "Difference",
     "SparseCase",
     "SparseInputs",
     "Tolerance",

@@ -238,10 +238,11 @@ def listed_positions(block_mask: Any) -> tuple[Any, Any]:
 # ---- reference
 
 
-def reference(inputs: FlexInputs, dtype: Any = None) -> tuple[Any, Any, Any]:
+def reference(inputs: FlexInputs, dtype: Any = None, captures: Any = None) -> tuple[Any, Any, Any]:
     """out `[B, Hq, L, Ev]`, lse and max_scores `[B, Hq, L]`, as `rawmla.reference` defines them.
 
-    Products have the type `dtype`, None: float64. Their scores are float32 at least.
+    Products have the type `dtype`, None: float64. Their scores are float32 at least. `captures` replace those
+    of the score function. What requires grad gets a graph.
     """
     import torch
 
@@ -257,7 +258,7 @@ def reference(inputs: FlexInputs, dtype: Any = None) -> tuple[Any, Any, Any]:
     top = lse.clone()
     if not prod((b, s_q, s_k)):
         return out, lse, top
-    score_mod = None if inputs.score is None else inputs.score.torch()
+    score_mod = None if inputs.score is None else inputs.score.torch(captures)
     mask_mod = None if inputs.mask is None else inputs.mask.torch()
     lists = None if inputs.block_mask is None else listed_positions(inputs.block_mask)
     i, j = torch.arange(s_q, device=q.device)[:, None], torch.arange(s_k, device=q.device)
@@ -276,9 +277,12 @@ def reference(inputs: FlexInputs, dtype: Any = None) -> tuple[Any, Any, Any]:
             scores = scores.masked_fill(~visible, -inf)
             values = values.masked_fill(~visible.any(1)[..., None], 0.0)
         most = scores.amax(-1)
-        weights = torch.softmax(scores, dim=-1).masked_fill_((most == -inf)[..., None], 0.0)
+        weights = torch.softmax(scores, dim=-1).masked_fill((most == -inf)[..., None], 0.0)
         out[request, head] = weights.to(dtype) @ values
-        lse[request, head] = torch.logsumexp(scores, dim=-1).double()
+        largest = most.detach().masked_fill(
+            most == -inf, 0.0
+        )  # else -1e9 would hide the sum
+        lse[request, head] = (torch.logsumexp(scores - largest[..., None], dim=-1) + largest).double()
         top[request, head] = most.double()
     return out, lse, top
 

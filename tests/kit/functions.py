@@ -440,8 +440,7 @@ MASKS: dict[str, Builder] = {
     ),
     "diagonal": _function(lambda xp: lambda b, h, q, k: q // 48 == k // 48, "q_idx / 48 == kv_idx / 48"),
     "checkered": _function(
-        lambda xp: lambda b, h, q, k: (q // 128 + k // 128) % 3 == 0,
-        "(q_idx / 128 + kv_idx / 128) % 3 == 0",
+        lambda xp: lambda b, h, q, k: (q // 128 + k // 128) % 3 == 0, "(q_idx / 128 + kv_idx / 128) % 3 == 0"
     ),
     "odd keys": _function(lambda xp: lambda b, h, q, k: (q >= 0) & (k % 2 == 1), "kv_idx % 2 == 1"),
     "padding": _function(

@@ -108,9 +108,6 @@ class _Pages:
     num_blocks: int
     block_table: NDArray[np.int32]  # [b, width + gap]
     width: int
-    unused: NDArray[np.int64]  # pages that no request refers to
-    tail_pages: NDArray[np.int64]  # (page, row) of every row past a length within a page in use
-    tail_rows: NDArray[np.int64]
 
 
 def make_dense_inputs(case: DenseCase, framework: str = "torch", device: Any = "cuda") -> DenseInputs:
@@ -122,7 +119,7 @@ def make_dense_inputs(case: DenseCase, framework: str = "torch", device: Any = "
     lengths = case.request_lengths()
     pages = _assign_pages(case, lengths)
     place = _to_torch(device if framework == "torch" else "cpu")
-    q, k_cache = _values(case, pages, device if framework == "torch" else "cpu")
+    q, k_cache = _values(case, lengths, pages, device if framework == "torch" else "cpu")
     return DenseInputs(
         case=case,
         q=as_framework(q, framework),
@@ -205,21 +202,7 @@ def _assign_pages(case: DenseCase, lengths: list[int]) -> _Pages:
     width = int(counts.max(initial=0)) + 1
     table = np.full((len(lengths), width + case.table_gap), GARBAGE_PAGE, dtype=np.int32)
     table[request, position] = order[:used]
-    filled = np.array(lengths, dtype=np.int64) % size
-    tail = np.where(filled > 0, size - filled, 0)
-    tail_request, offset = _every_token(tail.tolist())
-    return _Pages(
-        num_blocks=num_blocks,
-        block_table=table,
-        width=width,
-        unused=order[used:],
-        tail_pages=table[tail_request, counts[tail_request] - 1].astype(np.int64),
-        tail_rows=filled[tail_request] + offset,
-    )
-
-
-def _cache_shape(case: DenseCase, pages: _Pages) -> tuple[int, int, int, int]:
-    return (pages.num_blocks, case.page_block_size + case.block_gap, case.h_kv, case.d_qk)
+    return _Pages(num_blocks, table, width)
 
 
 def sharp_rows(case: Any, device: Any) -> Any:
@@ -233,10 +216,11 @@ def sharp_rows(case: Any, device: Any) -> Any:
 def _torch_empty_cache(case: DenseCase, pages: _Pages, device: Any) -> Any:
     import torch
 
-    return torch.empty(_cache_shape(case, pages), dtype=getattr(torch, case.dtype), device=device)
+    shape = (pages.num_blocks, case.page_block_size + case.block_gap, case.h_kv, case.d_qk)
+    return torch.empty(shape, dtype=getattr(torch, case.dtype), device=device)
 
 
-def _values(case: DenseCase, pages: _Pages, device: Any) -> tuple[Any, Any]:
+def _values(case: DenseCase, lengths: list[int], pages: _Pages, device: Any) -> tuple[Any, Any]:
     """q and the cache, poison where nobody may read."""
     import torch
 
@@ -245,11 +229,13 @@ def _values(case: DenseCase, pages: _Pages, device: Any) -> tuple[Any, Any]:
     if case.sharp:
         q = torch.where(sharp_rows(case, device), q * SHARP_FACTOR, q)
     k_cache = _torch_empty_cache(case, pages, device).normal_(0.0, 0.1, generator=draw)
-    poison, place = _POISON[case.poison], _to_torch(device)
+    poison = _POISON[case.poison]
     if poison is not None:
-        k_cache[place(pages.unused)] = poison
-        k_cache[place(pages.tail_pages), place(pages.tail_rows)] = poison
-        k_cache[:, case.page_block_size :] = poison
+        request, token = _every_token(lengths)
+        is_token = np.zeros(k_cache.shape[:2], dtype=bool)
+        page = case.page_block_size
+        is_token[pages.block_table[request, token // page], token % page] = True
+        k_cache.masked_fill_(~_to_torch(device)(is_token)[..., None, None], poison)
     return q.to(k_cache.dtype), k_cache
 
 

@@ -228,7 +228,7 @@ def flash_attn_func(
 
     torch tensors on any device, any strides. Every step has the type `dtype`, None: float64, which is not
     subject to TF32. Keys that no query of any request sees may hold anything. Masks count `missing_keys` more
-    keys after the last one, which do not exist.
+    keys after the last one, which do not exist. What requires grad gets a graph.
     """
     import torch
 
@@ -265,16 +265,16 @@ def flash_attn_func(
             scores = q[at].to(dtype) @ k[request, :, head_k].to(dtype).transpose(1, 2)
             scores *= scale
             if softcap:
-                scores = scores.div_(softcap).tanh_().mul_(softcap)
+                scores = softcap * torch.tanh(scores / softcap)
             if slopes is not None:
                 scores = scores - slopes[request, head, None, None] * behind.abs()
             scores = scores.masked_fill_(hidden, -inf)
             log_sum = torch.logsumexp(scores.to(exact), dim=-1)
-            weights = torch.softmax(scores, dim=-1).masked_fill_(empty[:, None], 0.0)
+            weights = torch.softmax(scores, dim=-1).masked_fill(empty[:, None], 0.0)
             del scores
             if attn_sink is not None:
                 kept = torch.sigmoid(log_sum - attn_sink.to(exact)[head, None])
-                weights *= kept.masked_fill(empty, 0.0)[..., None].to(weights.dtype)
+                weights = weights * kept.masked_fill(empty, 0.0)[..., None].to(weights.dtype)
             values = v[request, :, head_k].masked_fill(~seen[:, None], 0.0)
             out[at] = weights.to(dtype) @ values.to(dtype)
             lse[request[:, None], head[:, None], rows] = log_sum.double()

@@ -12,16 +12,7 @@ from math import inf
 from typing import Any
 
 from . import mha
-from .mha import (
-    HALF_STEP,
-    LEAST,
-    MhaInputs,
-    distances,
-    hidden_pairs,
-    in_gaps,
-    reference,
-    tokens_of,
-)
+from .mha import HALF_STEP, LEAST, MhaInputs, distances, hidden_pairs, in_gaps, reference, tokens_of
 
 NAMES = ("dq", "dk", "dv", "dsink")
 FLOAT32 = 2.0**-20
@@ -129,10 +120,7 @@ def rows_in_use(inputs: MhaInputs) -> tuple[Any, Any]:
 
 
 def reference_backward(
-    inputs: MhaInputs,
-    gradients: Gradients,
-    results: tuple[Any, Any] | None = None,
-    dtype: Any = None,
+    inputs: MhaInputs, gradients: Gradients, results: tuple[Any, Any] | None = None, dtype: Any = None
 ) -> BackwardResults:
     """The gradients of a call in `dtype`, None: float64.
 
@@ -172,12 +160,7 @@ def reference_backward(
 
 
 def _add_gradients(
-    sums: Sequence[list[Any]],
-    dsink: Any,
-    arrays: dict[str, Any],
-    inputs: MhaInputs,
-    slopes: Any,
-    dtype: Any,
+    sums: Sequence[list[Any]], dsink: Any, arrays: dict[str, Any], inputs: MhaInputs, slopes: Any, dtype: Any
 ) -> None:
     """Add the gradients of requests of one length: all arrays are `[b, s, h, ...]`.
 

@@ -11,16 +11,7 @@ from typing import Any
 
 from .compare import in_parts
 from .generators import changed_fields
-from .mha import (
-    HALF_STEP,
-    LEAST,
-    bounds_of,
-    flash_attn_func,
-    in_gaps,
-    problems_of_out,
-    sink_of,
-    used_rows,
-)
+from .mha import HALF_STEP, LEAST, bounds_of, flash_attn_func, in_gaps, problems_of_out, sink_of, used_rows
 
 GARBAGE = {"int32": 2**31 - 1, "int64": 2**62 + 1, "pointers": 2**62 + 1}
 """Entries of tables that name no page; int64 ones are far past 32 bits."""
@@ -118,27 +109,17 @@ class PrefixInputs:
     def keywords(self, o: Any) -> dict[str, Any]:
         """The arguments of the call."""
         case = self.case
+        names = ("q", "k", "v", "k_cache", "v_cache", "b_loc", "b_start_loc", "b_seq_len", "k_scale")
         return {
-            "q": self.q,
-            "k": self.k,
-            "v": self.v,
+            **{name: getattr(self, name) for name in (*names, "v_scale", "alibi_slopes", "sinks")},
             "o": o,
             "kv_cache_dtype": case.kv_cache_dtype,
-            "k_cache": self.k_cache,
-            "v_cache": self.v_cache,
-            "b_loc": self.b_loc,
-            "b_start_loc": self.b_start_loc,
-            "b_seq_len": self.b_seq_len,
             "max_seq_len": None,
             "max_input_len": max(case.query_lengths, default=0),
-            "k_scale": self.k_scale,
-            "v_scale": self.v_scale,
-            "alibi_slopes": self.alibi_slopes,
             "sliding_window": case.window,
             "sm_scale": case.sm_scale,
             "skip_decode": case.skip_decode,
             "fp8_out_scale": self.out_scale,
-            "sinks": self.sinks,
             "is_block_table_ptr": case.table == "pointers",
             "interleaved_v_pack_factor": case.pack,
             "causal": case.causal,
@@ -191,10 +172,7 @@ def make_prefix_inputs(case: PrefixCase, device: str = "cuda") -> PrefixInputs:
     block, offset = table[request, position // size].to(device), (position % size).to(device)
 
     caches = []
-    for scale, shape in (
-        (case.k_scale, (d // case.x, size, case.x)),
-        (case.v_scale, (d, size)),
-    ):
+    for scale, shape in ((case.k_scale, (d // case.x, size, case.x)), (case.v_scale, (d, size))):
         values = numbers(len(request), case.h_kv, d)
         if case.float8 is None:
             values, gap = values.to(dtype), torch.full((), case.gap, dtype=dtype)

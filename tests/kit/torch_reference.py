@@ -56,20 +56,16 @@ def flash_mla_with_kvcache(
 
 
 def sparse_decode(
-    inputs: SparseInputs,
-    softmax_scale: float | None = None,
-    *,
-    extra: bool = True,
-    rounded_keys: bool = False,
+    inputs: SparseInputs, softmax_scale: float | None = None, *, rounded_keys: bool = False
 ) -> tuple[Any, Any]:
     """Sparse MLA decoding in float64 without sinks (see `apply_sink`): out `[b, s_q, h_q, 512]` and lse `[b,
     h_q, s_q]`, as `rawmla.reference` defines it.
 
     torch tensors on any device. FP8 caches are dequantised for the named slots only: exactly, or with
-    `rounded_keys` to bfloat16, which is what the kernel multiplies. `extra=False` leaves the extra cache out.
+    `rounded_keys` to bfloat16, which is what the kernel multiplies.
     """
     b, s_q, h_q, _ = inputs.q.shape
-    out, lse, _ = _sparse_rows(inputs, softmax_scale, extra, rounded_keys)
+    out, lse, _ = _sparse_rows(inputs, softmax_scale, rounded_keys)
     return out.view(b, s_q, h_q, 512), lse.view(b, s_q, h_q).transpose(1, 2)
 
 
@@ -82,14 +78,14 @@ def sparse_prefill(
     Its query tokens are the requests of `inputs`, which have one query token each. `rounded_keys` is as in
     `sparse_decode`.
     """
-    out, lse, top = _sparse_rows(inputs, sm_scale, False, rounded_keys)
+    out, lse, top = _sparse_rows(inputs, sm_scale, rounded_keys)
     if inputs.attn_sink is not None:
         out = apply_sink(out[:, None], lse[:, :, None], inputs.attn_sink)[:, 0]
     return out, top / log(2.0), lse / log(2.0)
 
 
 def _sparse_rows(
-    inputs: SparseInputs, softmax_scale: float | None, extra: bool, rounded_keys: bool
+    inputs: SparseInputs, softmax_scale: float | None, rounded_keys: bool
 ) -> tuple[Any, Any, Any]:
     """Out, lse and the largest scaled score of every query token, without sinks."""
     import torch
@@ -98,7 +94,7 @@ def _sparse_rows(
     b, s_q, h_q, d_qk = q.shape
     scale = d_qk**-0.5 if softmax_scale is None else softmax_scale
     sources = [(inputs.k_cache, inputs.indices, inputs.topk_length)]
-    if extra and inputs.extra_k_cache is not None:
+    if inputs.extra_k_cache is not None:
         sources.append((inputs.extra_k_cache, inputs.extra_indices, inputs.extra_topk_length))
     rows = q.reshape(b * s_q, h_q, d_qk)
     out = torch.empty(b * s_q, h_q, 512, dtype=torch.float64, device=q.device)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -160,14 +160,6 @@ def arrays_in(value: Any) -> list[Any]:
     return [x for x in values if hasattr(x, "__dlpack__")]
 
 
-class Case(Protocol):
-    """What is called; any class with an `id`."""
-
-    @property
-    def id(self) -> str:
-        """A name for people and for pytest."""
-
-
 @dataclass(frozen=True)
 class Sizes:
     """Numbers with a name: the case of an operation that needs no more."""
@@ -177,21 +169,14 @@ class Sizes:
     n: int = 0
 
 
-class Make(Protocol):
-    """Makes the call of a case."""
-
-    def __call__(self, case: Any, device: str = "cuda") -> Call:
-        """On torch tensors of this device."""
-
-
 @dataclass(frozen=True)
 class Operation:
     """What the shared suites know of an operation.
 
     Attributes:
         name: for people and for pytest.
-        make: the call of a case, on torch tensors of a device; those of "cpu" are for the emulator.
-        cases: a few calls, for contracts and frameworks; the first one has every array.
+        make: makes the call of a case on torch tensors of a device; those of "cpu" are for the emulator.
+        cases: a few calls, by objects with an `id`, for contracts and frameworks; the first has every array.
         arrays: the names of its arguments that are arrays, or lists of them.
         floats: the names of those that are of floating point in a case, and can require grad.
         small_cases: calls that reach every path of the kernels, for the emulator and compute-sanitizer.
@@ -219,7 +204,7 @@ class Operation:
     """
 
     name: str
-    make: Make
+    make: Callable[..., Call]
     cases: tuple[Any, ...]
     arrays: tuple[str, ...]
     floats: Callable[[Any], tuple[str, ...]]

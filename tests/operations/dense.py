@@ -12,8 +12,7 @@ import rawmla
 from kit.mha import MhaCase, MhaInputs, check_mha, covered_rows, make_mha_inputs
 
 from .core import Arguments, Call, Operation, assert_same_bits, slices, spoilt, wrong_value
-
-CANARY = -7.0
+from .memory import CANARY, inner, padded_shape
 
 # ---- calls
 
@@ -54,20 +53,21 @@ def function_and_arguments(inputs: MhaInputs, **more: Any) -> tuple[Any, tuple[A
 
 def attend(inputs: MhaInputs, **more: Any) -> tuple[Any, Any]:
     """out and lse."""
-    function, arguments, keywords = function_and_arguments(inputs, **more)
-    return function(*arguments, **keywords)
+    out, lse = dense_call(inputs).run(**more)
+    return out, lse
 
 
-def out_buffer(inputs: MhaInputs) -> tuple[Any, Any]:
-    """A buffer of canaries, and a slice of it in all dimensions, full of NaN, to be given as `out`."""
-    shape = (*inputs.q.shape[:-1], inputs.case.d_v)
-    aligned = -(-shape[-1] // 8) * 8
-    buffer = torch.full(
-        (*[n + 2 for n in shape[:-1]], aligned + 16), CANARY, dtype=inputs.q.dtype, device=inputs.q.device
-    )
-    given = buffer[(*[slice(1, n + 1) for n in shape[:-1]], slice(8, 8 + shape[-1]))]
+def buffer_like(result: Any, canary: float = CANARY) -> tuple[Any, Any]:
+    """A buffer of canaries, and a slice of it in all dimensions, full of NaN, like a result."""
+    buffer = result.new_full(padded_shape(result, slices(result)), canary)
+    given = inner(buffer, result, slices(result))
     given.fill_(float("nan"))
     return buffer, given
+
+
+def out_buffer(inputs: Any) -> tuple[Any, Any]:
+    """A buffer of canaries, and a slice of it that can be given as `out`."""
+    return buffer_like(inputs.q.new_empty((*inputs.q.shape[:-1], inputs.case.d_v)))
 
 
 def assert_untouched_around(buffer: Any, given: Any) -> None:
@@ -171,6 +171,10 @@ def floats_of(arrays: tuple[str, ...]) -> Callable[[MhaCase], tuple[str, ...]]:
     return floats
 
 
+D64: Arguments = {"d_qk": 64, "d_v": 64}
+D256: Arguments = {"d_qk": 256, "d_v": 256}
+PAIR: Arguments = {"h_q": 2, "h_kv": 2}
+ONE_KV: Arguments = {"h_q": 2, "h_kv": 1}
 RAGGED: Arguments = {"q_lengths": (300, 0, 1, 77, 130, 64), "k_lengths": (257, 90, 0, 200, 131, 513)}
 SAME: Arguments = {"q_lengths": RAGGED["q_lengths"], "k_lengths": RAGGED["q_lengths"]}
 USED: Arguments = {"q_used": (290, 0, 0, 77, 3, 60), "k_used": (250, 90, 0, 5, 129, 513)}
@@ -180,10 +184,7 @@ SEGMENTS = MhaCase(
 )
 IN_PLACE = replace(SEGMENTS, gap=0.0, layout="plain")  # its requests may begin anywhere
 RERUNS = ((1, 239), (239, 1), (3, 799), (799, 3), (1024, 128), (97, 97), (257, 257), (2048, 2048))
-MANY: Arguments = {
-    "q_lengths": (1, 400, 0, 33, 64, 130) * 10,
-    "k_lengths": (300, 401, 90, 0, 64, 17) * 10,
-}
+MANY: Arguments = {"q_lengths": (1, 400, 0, 33, 64, 130) * 10, "k_lengths": (300, 401, 90, 0, 64, 17) * 10}
 SMALL: Arguments = {"q_lengths": (5, 0, 1, 140), "k_lengths": (3, 7, 0, 270)}
 SMALL_SAME: Arguments = {"q_lengths": (5, 0, 1, 140), "k_lengths": (5, 0, 1, 140), "h_q": 2, "h_kv": 2}
 ARRAYS = ("q", "k", "v", "attn_sink", "alibi_slopes")
@@ -207,40 +208,40 @@ MHA = Operation(
     floats=floats_of(ARRAYS),
     small_cases=(
         MhaCase(b=1, s_q=1, s_k=1, h_q=1, h_kv=1),
-        MhaCase(b=2, s_q=150, s_k=300, h_q=2, h_kv=2),
-        MhaCase(b=2, s_q=150, s_k=300, h_q=2, h_kv=2, causal=True, layout="heads"),
-        MhaCase(b=1, s_q=150, s_k=40, h_q=2, h_kv=2, causal=True),
-        MhaCase(b=1, s_q=300, s_k=400, h_q=2, h_kv=1, window=(30, 5), layout="slice"),
-        MhaCase(b=1, s_q=140, s_k=270, h_q=2, h_kv=2, softcap=15.0, dtype="float16"),
-        MhaCase(b=2, s_q=140, s_k=270, h_q=2, h_kv=2, alibi="requests"),
+        MhaCase(b=2, s_q=150, s_k=300, **PAIR),
+        MhaCase(b=2, s_q=150, s_k=300, **PAIR, causal=True, layout="heads"),
+        MhaCase(b=1, s_q=150, s_k=40, **PAIR, causal=True),
+        MhaCase(b=1, s_q=300, s_k=400, **ONE_KV, window=(30, 5), layout="slice"),
+        MhaCase(b=1, s_q=140, s_k=270, **PAIR, softcap=15.0, dtype="float16"),
+        MhaCase(b=2, s_q=140, s_k=270, **PAIR, alibi="requests"),
         MhaCase(
             b=1, s_q=70, s_k=140, h_q=3, h_kv=1, window=(40, -1), softcap=15.0, alibi="heads", sink="infinite"
         ),
         MhaCase(b=1, s_q=70, s_k=140, sink="float32", causal=True),
         MhaCase(b=1, s_q=70, s_k=140, sink="bfloat16"),
         MhaCase(b=3, s_q=3, s_k=150, h_q=8, h_kv=1, causal=True),
-        MhaCase(b=1, s_q=200, s_k=300, h_q=2, h_kv=2, d_qk=64, d_v=64, causal=True),
-        MhaCase(b=1, s_q=140, s_k=270, h_q=2, h_kv=2, d_qk=192, d_v=128, causal=True),
-        MhaCase(b=1, s_q=140, s_k=270, h_q=2, h_kv=2, d_qk=256, d_v=256),
-        MhaCase(b=1, s_q=140, s_k=270, h_q=2, h_kv=2, d_qk=96, d_v=96, causal=True, dtype="float16"),
-        MhaCase(b=1, s_q=200, s_k=300, h_q=2, h_kv=1, d_qk=64, d_v=64, softcap=15.0, alibi="heads"),
-        MhaCase(b=2, s_q=70, s_k=90, h_q=2, h_kv=2, d_qk=59, d_v=111, layout="slice"),
+        MhaCase(b=1, s_q=200, s_k=300, **PAIR, **D64, causal=True),
+        MhaCase(b=1, s_q=140, s_k=270, **PAIR, d_qk=192, d_v=128, causal=True),
+        MhaCase(b=1, s_q=140, s_k=270, **PAIR, **D256),
+        MhaCase(b=1, s_q=140, s_k=270, **PAIR, d_qk=96, d_v=96, causal=True, dtype="float16"),
+        MhaCase(b=1, s_q=200, s_k=300, **ONE_KV, **D64, softcap=15.0, alibi="heads"),
+        MhaCase(b=2, s_q=70, s_k=90, **PAIR, d_qk=59, d_v=111, layout="slice"),
         MhaCase(b=1, s_q=40, s_k=2100, h_q=1, h_kv=1, causal=True, sink="float32"),  # whose keys are split
         # Tiles that a CTA takes one after the other, by turns, or causal ones from the counter.
-        MhaCase(b=150, s_q=5, s_k=130, h_q=2, h_kv=2),
-        MhaCase(b=150, s_q=5, s_k=130, h_q=2, h_kv=2, causal=True),
+        MhaCase(b=150, s_q=5, s_k=130, **PAIR),
+        MhaCase(b=150, s_q=5, s_k=130, **PAIR, causal=True),
     ),
     kernels=("mha_forward", "mha_combine"),
     rerun_cases=(
         *(
-            MhaCase(b=60, s_q=s_q, s_k=s_k, h_kv=4, d_qk=64, d_v=64, causal=causal)
+            MhaCase(b=60, s_q=s_q, s_k=s_k, h_kv=4, **D64, causal=causal)
             for causal in (False, True)
             for s_q, s_k in RERUNS
         ),
         MhaCase(b=60, s_q=257, s_k=257, h_kv=1, causal=True),
         MhaCase(b=60, s_q=3, s_k=799, h_kv=1),
         MhaCase(b=60, s_q=97, s_k=300, d_qk=192, sink="float32", causal=True),
-        MhaCase(b=60, s_q=257, s_k=97, d_qk=256, d_v=256),
+        MhaCase(b=60, s_q=257, s_k=97, **D256),
         MhaCase(b=60, s_q=257, s_k=257, window=(50, 3), softcap=15.0, alibi="requests", dtype="float16"),
     ),
     repeats=1000,
@@ -271,7 +272,7 @@ MHA_VARLEN = replace(
         MhaCase(**SMALL, window=(20, 3), k_used=(1, 7, 0, 269)),
         MhaCase(q_lengths=(1, 0, 2) * 50, k_lengths=(3, 1, 2) * 50, h_q=4, h_kv=2),
         MhaCase(**SMALL, h_q=8, h_kv=2, causal=True),
-        MhaCase(**SMALL, d_qk=64, d_v=64, k_used=(3, 5, 0, 200)),
+        MhaCase(**SMALL, **D64, k_used=(3, 5, 0, 200)),
         MhaCase(**SMALL, d_qk=59, d_v=111),
     ),
     kernels=("mha_forward",),
@@ -305,11 +306,11 @@ MHA_QKV = replace(
 MHA_KV = replace(
     MHA_QKV,
     name="mha_kvpacked",
-    cases=(MhaCase(**RAGGED, packed="kv4", d_qk=64, d_v=64, dtype="float16"),),
+    cases=(MhaCase(**RAGGED, packed="kv4", **D64, dtype="float16"),),
     arrays=("q", "kv", "cu_seqlens_q", "cu_seqlens_k"),
     floats=floats_of(("q", "kv")),
-    small_cases=(MhaCase(**SMALL, packed="kv4", d_qk=64, d_v=64),),
-    graph_cases=(MhaCase(**RAGGED, packed="kv4", d_qk=64, d_v=64, rows_around=9, gap=0.0),),
+    small_cases=(MhaCase(**SMALL, packed="kv4", **D64),),
+    graph_cases=(MhaCase(**RAGGED, packed="kv4", **D64, rows_around=9, gap=0.0),),
     strides={"q": ("wide", "columns"), "kv": ("wide", "columns")},
     odd_last=("q", "kv"),
     ordered_like="q",

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
-import torch
 
 import rawmla
 from kit.mha import MhaCase, MhaInputs, in_gaps, make_mha_inputs
@@ -17,14 +16,19 @@ from rawmla.kernels.mha_backward_variants import Needs
 
 from .core import Arguments, Call, Operation, assert_rounded_alike, assert_same_bits, slices, wrong_value
 from .dense import (
+    D64,
+    D256,
     IN_PLACE,
     MANY,
     OF_SEGMENTS,
+    ONE_KV,
+    PAIR,
     RERUNS,
     ROWS,
     SEGMENTS,
     SMALL,
     attend,
+    buffer_like,
     changes_of_numbers,
     changes_of_segments,
     named_arguments,
@@ -40,6 +44,13 @@ class BackwardInputs:
     inputs: Any  # MhaInputs, or FlexInputs
     gradients: Gradients
     results: tuple[Any, Any]  # out and lse
+
+    def begin_with(self, gradients: Gradients, results: tuple[Any, Any]) -> None:
+        """Take over other numbers in place."""
+        olds = (*self.results, self.gradients.dout, self.gradients.dlse)
+        for old, new in zip(olds, (*results, gradients.dout, gradients.dlse), strict=True):
+            if old is not None:
+                old.copy_(new)
 
 
 @dataclass(frozen=True)
@@ -98,16 +109,10 @@ def named_backward_arguments(call: BackwardInputs) -> tuple[str, Arguments]:
     return function.replace("_func", "_backward"), arguments
 
 
-def function_and_arguments(call: BackwardInputs, **more: Any) -> tuple[Any, tuple[Any, ...], Arguments]:
-    """The public function of a call, and what it is called with; `more` are further keywords."""
-    name, arguments = named_backward_arguments(call)
-    return getattr(rawmla, name), (), {**arguments, **more}
-
-
 def backward_of(call: BackwardInputs, **more: Any) -> tuple[Any, ...]:
     """dq, dk, dv, and with a sink dsink."""
-    function, arguments, keywords = function_and_arguments(call, **more)
-    return function(*arguments, **keywords)
+    name, arguments = named_backward_arguments(call)
+    return getattr(rawmla, name)(**{**arguments, **more})
 
 
 def check_backward(call: BackwardInputs, got: tuple[Any, ...], *, plain: bool = False) -> None:
@@ -117,18 +122,8 @@ def check_backward(call: BackwardInputs, got: tuple[Any, ...], *, plain: bool = 
 
 def gradient_buffers(inputs: MhaInputs, canary: float) -> tuple[list[Any], dict[str, Any]]:
     """Buffers of canaries, and slices of them in all dimensions, full of NaN, as dq, dk and dv."""
-    buffers, given = [], {}
-    for name, source in (("dq", inputs.q), ("dk", inputs.k), ("dv", inputs.v)):
-        *rows, columns = source.shape
-        aligned = -(-columns // 8) * 8
-        buffer = torch.full(
-            (*[n + 2 for n in rows], aligned + 16), canary, dtype=source.dtype, device=source.device
-        )
-        part = buffer[(*[slice(1, n + 1) for n in rows], slice(8, 8 + columns))]
-        part.fill_(float("nan"))
-        buffers.append(buffer)
-        given[name] = part
-    return buffers, given
+    buffers, given = zip(*(buffer_like(x, canary) for x in (inputs.q, inputs.k, inputs.v)), strict=True)
+    return list(buffers), dict(zip(NAMES, given, strict=False))
 
 
 def assert_same_gradients(
@@ -171,12 +166,7 @@ def dense_backward_changes(call: Call) -> Iterator[None]:
 
     def follow(seed: int) -> None:
         again = replace(inputs, case=replace(inputs.case, seed=seed))
-        gradients = make_mha_gradients(again, of)
-        olds = (*given.results, given.gradients.dout, given.gradients.dlse)
-        news = (*exact_results(inputs), gradients.dout, gradients.dlse)
-        for old, new in zip(olds, news, strict=True):
-            if old is not None:
-                old.copy_(new)
+        given.begin_with(make_mha_gradients(again, of), exact_results(inputs))
 
     yield
     for turn in changes_of_numbers(vars(inputs), inputs.case.softcap):
@@ -209,8 +199,7 @@ def both_orders(*cases: tuple[MhaCase, str]) -> tuple[BackwardCase, ...]:
 
 BATCH = MhaCase(b=3, s_q=150, s_k=200, causal=True, softcap=15.0, alibi="heads", sink="float32", gap=0.0)
 OF_192 = replace(IN_PLACE, d_qk=192, alibi=None, causal=True, window=(-1, -1), sink="float32", h_kv=1)
-OF_256 = replace(IN_PLACE, d_qk=256, d_v=256, alibi=None)
-SMALL_ROWS: Arguments = {"h_q": 2, "h_kv": 1}
+OF_256 = replace(IN_PLACE, **D256, alibi=None)
 
 MHA_BACKWARD = Operation(
     name="mha_backward",
@@ -224,41 +213,31 @@ MHA_BACKWARD = Operation(
     small_cases=(
         *both_orders(
             (MhaCase(b=1, s_q=1, s_k=1, h_q=1, h_kv=1), "out"),
-            (MhaCase(b=2, s_q=150, s_k=300, h_q=2, h_kv=2, causal=True, layout="heads"), "out"),
+            (MhaCase(b=2, s_q=150, s_k=300, **PAIR, causal=True, layout="heads"), "out"),
             (MhaCase(b=1, s_q=150, s_k=40, h_q=4, h_kv=2, causal=True, sink="infinite"), "both"),
         ),
+        BackwardCase(MhaCase(b=1, s_q=200, s_k=300, **ONE_KV, window=(30, 5), layout="slice", **D64)),
+        BackwardCase(MhaCase(b=1, s_q=140, s_k=270, **PAIR, softcap=15.0, alibi="heads", **D64), "both"),
         BackwardCase(
-            MhaCase(b=1, s_q=200, s_k=300, **SMALL_ROWS, window=(30, 5), layout="slice", d_qk=64, d_v=64)
-        ),
-        BackwardCase(
-            MhaCase(b=1, s_q=140, s_k=270, h_q=2, h_kv=2, softcap=15.0, alibi="heads", d_qk=64, d_v=64),
-            "both",
-        ),
-        BackwardCase(
-            MhaCase(b=2, s_q=70, s_k=90, h_q=2, h_kv=2, d_qk=96, d_v=96, dtype="float16", sink="bfloat16"),
+            MhaCase(b=2, s_q=70, s_k=90, **PAIR, d_qk=96, d_v=96, dtype="float16", sink="bfloat16"),
             "out",
             False,
         ),
-        BackwardCase(MhaCase(b=1, s_q=140, s_k=270, **SMALL_ROWS, d_qk=192, causal=True), "out", False),
-        BackwardCase(
-            MhaCase(b=1, s_q=140, s_k=150, **SMALL_ROWS, d_qk=256, d_v=256, causal=True), "both", False
-        ),
+        BackwardCase(MhaCase(b=1, s_q=140, s_k=270, **ONE_KV, d_qk=192, causal=True), "out", False),
+        BackwardCase(MhaCase(b=1, s_q=140, s_k=150, **ONE_KV, **D256, causal=True), "both", False),
     ),
     kernels=("mha_backward_prepare", "mha_backward[", "mha_backward_by_product", "mha_backward_finish"),
     rerun_cases=both_orders(
         *(
-            (MhaCase(b=60, s_q=s_q, s_k=s_k, h_kv=4, d_qk=64, d_v=64, causal=causal, sink="float32"), "out")
+            (MhaCase(b=60, s_q=s_q, s_k=s_k, h_kv=4, **D64, causal=causal, sink="float32"), "out")
             for causal, (s_q, s_k) in zip((True, False) * 4, RERUNS, strict=True)
         ),
         (MhaCase(b=60, s_q=1024, s_k=128, h_kv=4, causal=True, sink="float32"), "out"),
         (MhaCase(b=60, s_q=257, s_k=257, h_kv=1, causal=True, sink="float32"), "both"),
         (MhaCase(b=60, s_q=97, s_k=300, h_kv=4, d_qk=96, d_v=96, sink="bfloat16", dtype="float16"), "both"),
-        (
-            MhaCase(b=20, s_q=257, s_k=257, d_qk=64, d_v=64, window=(50, 3), softcap=15.0, alibi="requests"),
-            "both",
-        ),
+        (MhaCase(b=20, s_q=257, s_k=257, **D64, window=(50, 3), softcap=15.0, alibi="requests"), "both"),
         (MhaCase(b=8, s_q=300, s_k=457, d_qk=192, causal=True), "out"),
-        (MhaCase(b=8, s_q=300, s_k=457, d_qk=256, d_v=256, window=(200, 30), h_kv=1, layout="slice"), "both"),
+        (MhaCase(b=8, s_q=300, s_k=457, **D256, window=(200, 30), h_kv=1, layout="slice"), "both"),
     ),
     repeats=1000,
     graph_cases=both_orders((BATCH, "both")),
@@ -274,7 +253,7 @@ MHA_BACKWARD = Operation(
                 x: a[x][:0] for x in ("dout", "q", "k", "v", "out", "lse", "dlse") if a[x] is not None
             },
             {"dq": 0, "dk": 0, "dv": 0},
-        ),
+        )
     },
     bad={"scale 0": wrong_value("softmax_scale", 0.0)},
     changes=dense_backward_changes,
@@ -288,8 +267,8 @@ MHA_VARLEN_BACKWARD = replace(
     small_cases=(
         *both_orders(
             (MhaCase(**SMALL, causal=True, sink="float32"), "both"),
-            (MhaCase(**SMALL, **SMALL_ROWS, d_qk=192, window=(90, 5), k_used=(3, 5, 0, 200)), "out"),
-            (MhaCase(**SMALL, **SMALL_ROWS, d_qk=256, d_v=256, q_used=(2, 0, 1, 100)), "both"),
+            (MhaCase(**SMALL, **ONE_KV, d_qk=192, window=(90, 5), k_used=(3, 5, 0, 200)), "out"),
+            (MhaCase(**SMALL, **ONE_KV, **D256, q_used=(2, 0, 1, 100)), "both"),
         ),
         BackwardCase(
             MhaCase(**SMALL, q_used=(2, 0, 1, 100), k_used=(3, 0, 0, 141), rows_around=70, layout="slice"),

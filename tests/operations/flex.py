@@ -10,28 +10,14 @@ from typing import Any
 import torch
 
 import rawmla
-from kit.flex import (
-    FlexCase,
-    FlexInputs,
-    attended,
-    block_mask_of,
-    check_flex,
-    make_flex_inputs,
-)
+from kit.flex import FlexCase, FlexInputs, attended, block_mask_of, check_flex, make_flex_inputs
 
 from .core import LISTS, Arguments, Call, Operation, assert_same_bits, slices, spoilt, wrong_value
-from .dense import ROWS, assert_untouched_around, renew
+from .dense import D256, ONE_KV, PAIR, ROWS, assert_untouched_around, out_buffer, renew
 
 Results = tuple[Any, Any, Any]
-CANARY = -7.0
 
-__all__ = [
-    "assert_same_results",
-    "assert_untouched_around",
-    "attend",
-    "created_mask",
-    "out_buffer",
-]
+__all__ = ["assert_same_results", "assert_untouched_around", "attend", "created_mask", "out_buffer"]
 
 # ---- calls
 
@@ -63,18 +49,6 @@ def mask_arguments(inputs: FlexInputs, form: str) -> Arguments:
         "BLOCK_SIZE": case.block,
         "separate_full_blocks": case.separate,
     }
-
-
-def out_buffer(inputs: FlexInputs) -> tuple[Any, Any]:
-    """A buffer of canaries, and a slice of it in all dimensions, full of NaN, to be given as `out`."""
-    shape = (*inputs.q.shape[:-1], inputs.case.d_v)
-    aligned = -(-shape[-1] // 8) * 8
-    buffer = torch.full(
-        (*[n + 2 for n in shape[:-1]], aligned + 16), CANARY, dtype=inputs.q.dtype, device=inputs.q.device
-    )
-    given = buffer[(*[slice(1, n + 1) for n in shape[:-1]], slice(8, 8 + shape[-1]))]
-    given.fill_(float("nan"))
-    return buffer, given
 
 
 def assert_same_results(name: str, got: Any, want: Any) -> None:
@@ -211,21 +185,20 @@ CASES = (
     FlexCase(b=3, b_kv=1, s_q=200, s_k=300, mask="random", score="head scale"),
 )
 CHANGING = replace(BIASED, s_q=400, s_k=500, gap=0.0)
-FEW: Arguments = {"h_q": 2, "h_kv": 2}
 SMALL_CASES = (
-    FlexCase(b=1, **FEW, s_q=150, s_k=300, mask="causal"),
-    FlexCase(b=2, h_q=2, h_kv=1, s_q=140, s_k=270, score="bias b h q k", layout="slice"),
-    FlexCase(b=2, **FEW, s_q=140, s_k=270, mask="documents", score="nested", dtype="float16"),
-    FlexCase(b=2, **FEW, s_q=140, s_k=270, score="filled", dtype="float16"),
+    FlexCase(b=1, **PAIR, s_q=150, s_k=300, mask="causal"),
+    FlexCase(b=2, **ONE_KV, s_q=140, s_k=270, score="bias b h q k", layout="slice"),
+    FlexCase(b=2, **PAIR, s_q=140, s_k=270, mask="documents", score="nested", dtype="float16"),
+    FlexCase(b=2, **PAIR, s_q=140, s_k=270, score="filled", dtype="float16"),
     FlexCase(b=2, b_kv=1, h_q=4, h_kv=2, s_q=70, s_k=300, mask="per batch", score="paged"),
-    FlexCase(b=1, **FEW, s_q=150, s_k=200, mask="random", block=(32, 64), score="distance"),
-    FlexCase(b=1, **FEW, s_q=150, s_k=500, mask="window", block=(256, 256), separate=False),
-    FlexCase(b=2, **FEW, s_q=70, s_k=90, mask="padding", d_qk=59, d_v=111, layout="tokens"),
-    FlexCase(b=1, **FEW, s_q=140, s_k=270, mask="checkered", d_qk=256, d_v=256),
-    FlexCase(b=1, **FEW, s_q=130, s_k=140, mask="empty", score="gathered"),
-    FlexCase(b=1, **FEW, s_q=1, s_k=140, score="softcap", d_qk=128, d_v=64),
+    FlexCase(b=1, **PAIR, s_q=150, s_k=200, mask="random", block=(32, 64), score="distance"),
+    FlexCase(b=1, **PAIR, s_q=150, s_k=500, mask="window", block=(256, 256), separate=False),
+    FlexCase(b=2, **PAIR, s_q=70, s_k=90, mask="padding", d_qk=59, d_v=111, layout="tokens"),
+    FlexCase(b=1, **PAIR, s_q=140, s_k=270, mask="checkered", **D256),
+    FlexCase(b=1, **PAIR, s_q=130, s_k=140, mask="empty", score="gathered"),
+    FlexCase(b=1, **PAIR, s_q=1, s_k=140, score="softcap", d_qk=128, d_v=64),
 )
-TILES = FlexCase(b=80, **FEW, s_q=5, s_k=130, mask="prefix", score="head scale")
+TILES = FlexCase(b=80, **PAIR, s_q=5, s_k=130, mask="prefix", score="head scale")
 
 FLEX = Operation(
     name="flex",
@@ -241,7 +214,7 @@ FLEX = Operation(
         FlexCase(b=20, s_q=1023, s_k=1025, mask="documents", score="alibi", d_qk=128, d_v=128),
         FlexCase(b=20, h_kv=1, s_q=97, s_k=300, mask="random", score="softcap", dtype="float16"),
         FlexCase(b=60, h_kv=1, s_q=3, s_k=799, score="bias h q k"),
-        FlexCase(b=20, s_q=300, s_k=500, mask="per head", d_qk=256, d_v=256),
+        FlexCase(b=20, s_q=300, s_k=500, mask="per head", **D256),
         FlexCase(b=20, b_kv=1, s_q=799, s_k=3, score="silu"),
     ),
     repeats=500,
@@ -284,10 +257,7 @@ BLOCK_MASK = Operation(
     small_cases=(*(replace(case, score="") for case in SMALL_CASES if case.mask), replace(TILES, score="")),
     kernels=("block_mask_states", "block_mask_lists"),
     graph_cases=(replace(CHANGING, score=""),),
-    bad={
-        "block of 0": wrong_value("BLOCK_SIZE", 0),
-        "no function": wrong_value("mask_mod", 3, TypeError),
-    },
+    bad={"block of 0": wrong_value("BLOCK_SIZE", 0), "no function": wrong_value("mask_mod", 3, TypeError)},
     changes=mask_changes,
 )
 

@@ -20,9 +20,9 @@ from kit.flex_backward import (
 )
 
 from .core import Arguments, Call, Operation, assert_same_bits, wrong_value
-from .dense import ROWS
+from .dense import D256, ONE_KV, PAIR, ROWS
 from .dense_backward import BackwardCase, BackwardInputs
-from .flex import BIASED, CASES, CHANGING, FEW, SMALL_BLOCKS, change_everything, flex_arguments
+from .flex import BIASED, CASES, CHANGING, SMALL_BLOCKS, change_everything, flex_arguments
 
 # ---- calls
 
@@ -92,38 +92,29 @@ def flex_backward_changes(call: Call) -> Iterator[None]:
         again = replace(given.inputs, case=replace(given.inputs.case, seed=turn))
         gradients = make_flex_gradients(again, "out" if given.gradients.dlse is None else "both")
         with torch.no_grad():
-            results = exact_results(given.inputs)
-        olds = (*given.results, given.gradients.dout, given.gradients.dlse)
-        news = (*results, gradients.dout, gradients.dlse)
-        for old, new in zip(olds, news, strict=True):
-            if old is not None:
-                old.copy_(new)
+            given.begin_with(gradients, exact_results(given.inputs))
         yield
 
 
 ARRAYS = ("query", "key", "value", "out", "lse", "grad_out", "grad_lse")
 SMALL_CASES = (
-    BackwardCase(FlexCase(b=1, **FEW, s_q=150, s_k=300, mask="causal"), "out", False),
+    BackwardCase(FlexCase(b=1, **PAIR, s_q=150, s_k=300, mask="causal"), "out", False),
     BackwardCase(
-        FlexCase(b=2, h_q=2, h_kv=1, s_q=140, s_k=270, score="bias b h q k", layout="slice"), "both", False
+        FlexCase(b=2, **ONE_KV, s_q=140, s_k=270, score="bias b h q k", layout="slice"), "both", False
     ),
-    BackwardCase(FlexCase(b=2, **FEW, s_q=140, s_k=270, mask="documents", score="head scale"), "both"),
-    BackwardCase(
-        FlexCase(b=2, h_q=2, h_kv=1, s_q=140, s_k=270, mask="documents", score="filled"), "both", False
-    ),
-    BackwardCase(FlexCase(b=1, **FEW, s_q=70, s_k=300, score="filled", dtype="float16"), "both"),
+    BackwardCase(FlexCase(b=2, **PAIR, s_q=140, s_k=270, mask="documents", score="head scale"), "both"),
+    BackwardCase(FlexCase(b=2, **ONE_KV, s_q=140, s_k=270, mask="documents", score="filled"), "both", False),
+    BackwardCase(FlexCase(b=1, **PAIR, s_q=70, s_k=300, score="filled", dtype="float16"), "both"),
     BackwardCase(
         FlexCase(b=2, b_kv=1, h_q=4, h_kv=2, s_q=70, s_k=300, mask="per batch", score="paged"), "lse", False
     ),
-    BackwardCase(FlexCase(b=1, **FEW, s_q=150, s_k=200, mask="random", block=(32, 64))),
-    BackwardCase(FlexCase(b=1, **FEW, s_q=150, s_k=500, mask="window", block=(256, 256))),
-    BackwardCase(FlexCase(b=2, **FEW, s_q=70, s_k=90, mask="padding", d_qk=59, d_v=111), "both", False),
-    BackwardCase(
-        FlexCase(b=1, **FEW, s_q=140, s_k=270, mask="checkered", score="distance", d_qk=256, d_v=256)
-    ),
-    BackwardCase(FlexCase(b=1, **FEW, s_q=130, s_k=140, mask="empty", score="one element"), "both", False),
+    BackwardCase(FlexCase(b=1, **PAIR, s_q=150, s_k=200, mask="random", block=(32, 64))),
+    BackwardCase(FlexCase(b=1, **PAIR, s_q=150, s_k=500, mask="window", block=(256, 256))),
+    BackwardCase(FlexCase(b=2, **PAIR, s_q=70, s_k=90, mask="padding", d_qk=59, d_v=111), "both", False),
+    BackwardCase(FlexCase(b=1, **PAIR, s_q=140, s_k=270, mask="checkered", score="distance", **D256)),
+    BackwardCase(FlexCase(b=1, **PAIR, s_q=130, s_k=140, mask="empty", score="one element"), "both", False),
     # In a fixed order where a place depends on query and key: two passes.
-    BackwardCase(FlexCase(b=1, h_q=2, h_kv=1, s_q=70, s_k=140, mask="causal", score="bias h q k"), "both"),
+    BackwardCase(FlexCase(b=1, **ONE_KV, s_q=70, s_k=140, mask="causal", score="bias h q k"), "both"),
 )
 
 FLEX_BACKWARD = Operation(

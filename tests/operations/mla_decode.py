@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-import rawmla
 from kit import (
     DenseCase,
     DenseInputs,
@@ -33,31 +32,21 @@ PLAN_NAMES = (
 )
 
 
+CALL_NAMES = ("q", "k_cache", "block_table", "cache_seqlens", "head_dim_v")
+
 # ---- dense decoding: calls
 
 
 def plan(inputs: DenseInputs, form: str, **kwargs: Any) -> tuple[Any, Any]:
     """Scheduling metadata for a call: `form` "object" (filled in by the call) or "tensors"."""
-    if form == "object":
-        return rawmla.get_mla_metadata(**kwargs)
-    return rawmla.get_mla_metadata(*plan_arguments(inputs), **kwargs)
-
-
-def plan_arguments(inputs: DenseInputs) -> tuple[Any, int, int, int]:
-    """The arguments of `get_mla_metadata` for a call."""
-    case = inputs.case
-    return inputs.cache_seqlens, case.s_q * case.h_q // case.h_kv, case.h_kv, case.h_q
+    return dense_call(inputs).make_plan(form, **kwargs)
 
 
 def decode(
     inputs: DenseInputs, form: str = "tensors", enable_batch_invariant: bool = False, **kwargs: Any
-) -> tuple[Any, Any]:
+) -> tuple[Any, ...]:
     """Plan and decode."""
-    metadata, num_splits = plan(inputs, form, enable_batch_invariant=enable_batch_invariant)
-    kwargs["enable_batch_invariant"] = enable_batch_invariant
-    return rawmla.flash_mla_with_kvcache(
-        *call_arguments(inputs), metadata, num_splits, causal=inputs.case.causal, **kwargs
-    )
+    return dense_call(inputs).run(form, invariant=enable_batch_invariant, **kwargs)
 
 
 def in_batch(inputs: DenseInputs, requests: list[int]) -> DenseInputs:
@@ -144,21 +133,15 @@ DENSE_SMALL_CASES = (
 
 def dense_call(inputs: DenseInputs) -> Call:
     """The call of dense decoding."""
-    plan = dict(zip(PLAN_NAMES, plan_arguments(inputs), strict=False))
+    case = inputs.case
+    plan = (inputs.cache_seqlens, case.s_q * case.h_q // case.h_kv, case.h_kv, case.h_q)
     return Call(
-        function="flash_mla_with_kvcache",
-        arguments={
-            "q": inputs.q,
-            "k_cache": inputs.k_cache,
-            "block_table": inputs.block_table,
-            "cache_seqlens": inputs.cache_seqlens,
-            "head_dim_v": 512,
-            "causal": inputs.case.causal,
-        },
-        results=("out", "softmax_lse"),
-        check=lambda got: check(inputs, (got[0], got[1])),
-        inputs=inputs,
-        plan=plan,
+        "flash_mla_with_kvcache",
+        {**dict(zip(CALL_NAMES, call_arguments(inputs), strict=True)), "causal": case.causal},
+        ("out", "softmax_lse"),
+        lambda got: check(inputs, (got[0], got[1])),
+        inputs,
+        dict(zip(PLAN_NAMES, plan, strict=False)),
     )
 
 

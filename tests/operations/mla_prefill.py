@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-import rawmla
 from kit import (
     SparseCase,
     SparseInputs,
@@ -28,22 +27,9 @@ from .mla_sparse import CLUSTER_KERNELS, rounds_keys
 # ---- calls
 
 
-def prefill_kv(inputs: SparseInputs) -> Any:
-    """The kv of a prefill call: rows of a bf16 cache of pages of one token, else the whole cache."""
-    return inputs.k_cache[:, 0] if inputs.case.layout == "bf16" else inputs.k_cache
-
-
-def prefill(inputs: SparseInputs, sm_scale: float | None = None, **kwargs: Any) -> tuple[Any, Any, Any]:
+def prefill(inputs: SparseInputs, sm_scale: float | None = None, **kwargs: Any) -> tuple[Any, ...]:
     """Prefill the requests of a sparse case, of one query token each."""
-    given = {
-        "attn_sink": inputs.attn_sink,
-        "topk_length": inputs.topk_length,
-        "is_fp8_kvcache": inputs.case.layout != "bf16",
-    }
-    scale = inputs.case.width**-0.5 if sm_scale is None else sm_scale
-    return rawmla.flash_mla_sparse_fwd(
-        inputs.q[:, 0], prefill_kv(inputs), inputs.indices, scale, **{**given, **kwargs}
-    )
+    return prefill_call(inputs).run(**({} if sm_scale is None else {"sm_scale": sm_scale}), **kwargs)
 
 
 def prefill_reference(inputs: SparseInputs, sm_scale: float | None = None) -> tuple[Any, Any, Any]:
@@ -127,21 +113,22 @@ PREFILL_KERNELS = {
 
 
 def prefill_call(inputs: SparseInputs) -> Call:
-    """The call of sparse prefill."""
+    """The call of sparse prefill. Its kv is rows of a bf16 cache of pages of one token, or a whole cache."""
+    rows = inputs.case.layout == "bf16"
     return Call(
-        function="flash_mla_sparse_fwd",
-        arguments={
+        "flash_mla_sparse_fwd",
+        {
             "q": inputs.q[:, 0],
-            "kv": prefill_kv(inputs),
+            "kv": inputs.k_cache[:, 0] if rows else inputs.k_cache,
             "indices": inputs.indices,
             "sm_scale": inputs.case.width**-0.5,
             "attn_sink": inputs.attn_sink,
             "topk_length": inputs.topk_length,
-            "is_fp8_kvcache": inputs.case.layout != "bf16",
+            "is_fp8_kvcache": not rows,
         },
-        results=("out", "max_logits", "lse"),
-        check=lambda got: prefill_check(inputs, (got[0], got[1], got[2])),
-        inputs=inputs,
+        ("out", "max_logits", "lse"),
+        lambda got: prefill_check(inputs, (got[0], got[1], got[2])),
+        inputs,
     )
 
 

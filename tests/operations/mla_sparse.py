@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-import rawmla
 from kit import (
     SparseCase,
     SparseInputs,
@@ -24,7 +23,7 @@ from kit.sparse import INT_MAX
 from rawmla.kernels.mla_sparse import FEW_HEADS
 
 from .core import Arguments, Bad, Call, Operation, spoilt, wrong_value
-from .mla_decode import PLAN_NAMES, QUERY_STRIDES, lengths_to_try
+from .mla_decode import CALL_NAMES, PLAN_NAMES, QUERY_STRIDES, lengths_to_try
 
 # ---- calls
 
@@ -43,13 +42,6 @@ def sparse_plan_arguments(inputs: SparseInputs) -> tuple[Any, ...]:
     return lengths, case.s_q * case.h_q, 1, case.h_q, case.layout != "bf16", topk
 
 
-def sparse_plan(inputs: SparseInputs, form: str, **kwargs: Any) -> tuple[Any, Any]:
-    """Scheduling metadata for a sparse call: `form` "object" (filled in by the call) or "tensors"."""
-    if form == "object":
-        return rawmla.get_mla_metadata(**kwargs)
-    return rawmla.get_mla_metadata(*sparse_plan_arguments(inputs), **kwargs)
-
-
 def sparse_arguments(inputs: SparseInputs) -> tuple[Any, ...]:
     """The first five arguments of `flash_mla_with_kvcache`; the others are `inputs.keywords()`."""
     return inputs.q, inputs.k_cache, None, None, 512
@@ -57,11 +49,9 @@ def sparse_arguments(inputs: SparseInputs) -> tuple[Any, ...]:
 
 def sparse_decode(
     inputs: SparseInputs, form: str = "object", enable_batch_invariant: bool = False, **kwargs: Any
-) -> tuple[Any, Any]:
+) -> tuple[Any, ...]:
     """Plan and decode."""
-    metadata, num_splits = sparse_plan(inputs, form, enable_batch_invariant=enable_batch_invariant)
-    kwargs = {**inputs.keywords(), **kwargs, "enable_batch_invariant": enable_batch_invariant}
-    return rawmla.flash_mla_with_kvcache(*sparse_arguments(inputs), metadata, num_splits, **kwargs)
+    return sparse_call(inputs).run(form, invariant=enable_batch_invariant, **kwargs)
 
 
 def sparse_in_batch(inputs: SparseInputs, requests: list[int]) -> SparseInputs:
@@ -93,21 +83,16 @@ def sparse_reference(
     return out, lse
 
 
-def sparse_lse_tolerance(inputs: SparseInputs) -> Any:
-    """Tolerance of a sparse call's log-sum-exp."""
-    return lse_tolerance(SHARP_FACTOR if inputs.case.sharp else 1.0)
-
-
 def sparse_check(inputs: SparseInputs, got: tuple[Any, Any], want: tuple[Any, Any] | None = None) -> None:
     """Compare a sparse call's (out, lse) with the float64 reference; run after the kernel, never before.
 
     Keys are those that the kernel multiplies; test_accuracy.py has exact ones for all.
     """
-    out, lse = got
+    (out, lse), case = got, inputs.case
     want_out, want_lse = sparse_reference(inputs) if want is None else want
     assert out.dtype == torch.bfloat16 and lse.dtype == torch.float32
-    check_close(f"{inputs.case.id} out", out, want_out, out_tolerance("bfloat16"))
-    check_close(f"{inputs.case.id} lse", lse, want_lse, sparse_lse_tolerance(inputs))
+    check_close(f"{case.id} out", out, want_out, out_tolerance("bfloat16"))
+    check_close(f"{case.id} lse", lse, want_lse, lse_tolerance(SHARP_FACTOR if case.sharp else 1.0))
 
 
 # ---- entries
@@ -213,19 +198,12 @@ def for_clusters(cases: tuple[SparseCase, ...]) -> tuple[SparseCase, ...]:
 def sparse_call(inputs: SparseInputs) -> Call:
     """The call of sparse decoding."""
     return Call(
-        function="flash_mla_with_kvcache",
-        arguments={
-            "q": inputs.q,
-            "k_cache": inputs.k_cache,
-            "block_table": None,
-            "cache_seqlens": None,
-            "head_dim_v": 512,
-            **inputs.keywords(),
-        },
-        results=("out", "softmax_lse"),
-        check=lambda got: sparse_check(inputs, (got[0], got[1])),
-        inputs=inputs,
-        plan=dict(zip(PLAN_NAMES, sparse_plan_arguments(inputs), strict=True)),
+        "flash_mla_with_kvcache",
+        {**dict(zip(CALL_NAMES, sparse_arguments(inputs), strict=True)), **inputs.keywords()},
+        ("out", "softmax_lse"),
+        lambda got: sparse_check(inputs, (got[0], got[1])),
+        inputs,
+        dict(zip(PLAN_NAMES, sparse_plan_arguments(inputs), strict=True)),
     )
 
 

@@ -142,15 +142,7 @@ def make_prefix_call(case: PrefixCase, device: str = "cuda") -> Call:
         others[written_rows(inputs).to(got[0].device)] = False
         assert bool((got[0].view(torch.uint8)[others] == 0xFF).all()), "the call wrote rows of no request"
 
-    return PrefixCall(
-        "context_attention_fwd",
-        arguments,
-        ("o",),
-        check,
-        inputs,
-        written="o",
-        fresh=nan_o,
-    )
+    return PrefixCall("context_attention_fwd", arguments, ("o",), check, inputs, written="o", fresh=nan_o)
 
 
 BATCHES = (
@@ -187,10 +179,7 @@ def around_o(o: Any) -> Pads:
     return ((1, 1), (0, 1), (16, 16 + -o.shape[-1] % 16))
 
 
-LENGTHS: Arguments = {
-    "query_lengths": (300, 0, 1, 77, 130, 64),
-    "contexts": (257, 90, 40, 0, 131, 513),
-}
+LENGTHS: Arguments = {"query_lengths": (300, 0, 1, 77, 130, 64), "contexts": (257, 90, 40, 0, 131, 513)}
 BY_TMA = PrefixCase(**LENGTHS, layout="slice", window=100, sinks="float32", padded=True)
 GATHERED = PrefixCase(
     **LENGTHS, own_cached=True, block_size=12, table="int64", dtype="float16", causal=False, skip_decode=True
@@ -329,9 +318,6 @@ PREFIX_FP8 = prefix_operation(
         PrefixCase(**FEW, **{**SMALL_FP8, "kv_cache_dtype": "fp8_e5m2"}, alibi=True, pack=8),
         PrefixCase(**TILES, **SMALL_FP8),
     ),
-    (
-        PrefixCase(**LONG, **FP8_KIND),
-        PrefixCase(**{**MANY, "h_kv": 32}, **FP8_KIND, out_scale=0.02),
-    ),
+    (PrefixCase(**LONG, **FP8_KIND), PrefixCase(**{**MANY, "h_kv": 32}, **FP8_KIND, out_scale=0.02)),
     ("mha_forward",),
 )
