@@ -312,10 +312,7 @@ SPARSE_FIELDS: list[tuple[Callable[[Arguments], None], str, Any]] = [
 
 @pytest.mark.parametrize(
     ("make", "apply", "field", "value"),
-    [
-        *[(dense_arguments, *row) for row in DENSE_FIELDS],
-        *[(full_sparse, *row) for row in SPARSE_FIELDS],
-    ],
+    [*[(dense_arguments, *row) for row in DENSE_FIELDS], *[(full_sparse, *row) for row in SPARSE_FIELDS]],
 )
 def test_shapes_and_strides(
     world: World, make: Make, apply: Callable[[Arguments], None], field: str, value: Any

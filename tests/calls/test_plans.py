@@ -115,10 +115,7 @@ def test_first_call_fills_it(world: World, make: Make) -> None:
     assert (args.num_parts, args.object_layout) == (parts, True)
 
 
-@pytest.mark.parametrize(
-    ("s_q", "h_q", "parts"),
-    ((1, 64, 132), (1, 65, 66), (200, 128, 1)),
-)
+@pytest.mark.parametrize(("s_q", "h_q", "parts"), ((1, 64, 132), (1, 65, 66), (200, 128, 1)))
 def test_number_of_parts_of_a_sparse_plan(world: World, s_q: int, h_q: int, parts: int) -> None:
     plan = rawmla.FlashMLASchedMeta()
     arguments = with_plan(sparse_arguments, plan)
@@ -243,11 +240,7 @@ def test_batch_invariant(world: World, where: str, make: Make, plan_class: Any) 
 @each_class
 @each_kind
 def test_a_call_that_fails_leaves_it_empty(
-    world: World,
-    monkeypatch: pytest.MonkeyPatch,
-    make: Make,
-    plan_class: Any,
-    stage: str,
+    world: World, monkeypatch: pytest.MonkeyPatch, make: Make, plan_class: Any, stage: str
 ) -> None:
     """The next one fills it."""
 
