@@ -177,6 +177,11 @@ def test_largest_sizes(world: World, largest: Callable[[Arguments], None]) -> No
     assert len(world.decodes) == 1
 
 
+def without(*names: str) -> Callable[[Arguments], None]:
+    """Give None in the place of arrays."""
+    return both(*[put(name, None) for name in names])
+
+
 def of_layout(layout: str, spoilt: Callable[[Arguments], None]) -> Callable[[Arguments], None]:
     """The same call over a cache of another layout, spoilt afterwards."""
     return both(lambda arguments: arguments.update(sparse_arguments(layout, extra=True)), spoilt)
@@ -239,19 +244,9 @@ SPARSE_ROWS: list[Refusal] = [
     *cache_rows("extra_k_cache", EXTRA_BLOCKS, EXTRA_PAGE),
     *index_rows("indices", TOPK, "topk"),
     *index_rows("extra_indices_in_kvcache", EXTRA_TOPK, "extra_topk"),
-    (
-        "extra_indices_in_kvcache",
-        ValueError,
-        "None",
-        both(put("extra_indices_in_kvcache", None), put("extra_topk_length", None)),
-    ),
+    ("extra_indices_in_kvcache", ValueError, "None", without(INDICES[1], "extra_topk_length")),
     ("extra_k_cache", ValueError, "None", None),
-    (
-        "extra_topk_length",
-        ValueError,
-        "without extra_k_cache",
-        both(put("extra_k_cache", None), put("extra_indices_in_kvcache", None)),
-    ),
+    ("extra_topk_length", ValueError, "without extra_k_cache", without(CACHES[1], INDICES[1])),
     (
         "q",
         ValueError,

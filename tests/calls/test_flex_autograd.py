@@ -391,9 +391,6 @@ def test_refused_before_a_launch(launches: Launches, changes: dict[str, Any], er
     assert not launches.forward
 
 
-# ---- programs of torch.compile
-
-
 @pytest.mark.parametrize("backend", full_unless(lambda name: name != "eager", ("eager", "aot_eager")))
 def test_torch_compile(launches: Launches, backend: str) -> None:
     """Gradients go through the call, from the graph after it to the one before it."""
