@@ -348,11 +348,8 @@ def test_table_and_lengths_are_not_read_with_indices(world: World) -> None:
 BATCH = ("block_table", "cache_seqlens", "tile_scheduler_metadata", "num_splits")
 
 
-class Exported:
+class Exported(SimpleNamespace):
     """An array of another library: reading it makes an array of the framework's."""
-
-    def __init__(self, array: FakeArray) -> None:
-        self.array = array
 
 
 class TestPlanOfTheLastCall:
@@ -405,19 +402,12 @@ class TestPlanOfTheLastCall:
             taken.append(weakref.ref(copy))
             return arrays.READERS[FakeArray](copy, argument)
 
-        class Launched:
-            scratch_bytes = 0
-
-            def __init__(self, call: object, capturing: object) -> None:
-                pass
-
-            def launch(self, *arguments: object) -> None:
-                alive.append(taken[-1]() is not None)
-
+        launch = lambda *arguments: alive.append(taken[-1]() is not None)  # noqa: E731
+        launched = SimpleNamespace(scratch_bytes=0, launch=launch)
         monkeypatch.setitem(arrays.READERS, Exported, read)
-        monkeypatch.setattr(mla_dense_decode, "PreparedDenseDecode", Launched)
+        monkeypatch.setattr(mla_dense_decode, "PreparedDenseDecode", lambda call, capturing: launched)
         arguments = dense_arguments()
-        arguments[name] = Exported(arguments[name])
+        arguments[name] = Exported(array=arguments[name])
         for _ in range(2):
             decode(**arguments)
         assert alive == [True, True] and len(taken) == 2

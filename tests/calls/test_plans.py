@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -236,26 +237,24 @@ def test_batch_invariant(world: World, where: str, make: Make, plan_class: Any) 
     assert plan.config.enable_batch_invariant is True
 
 
-@pytest.mark.parametrize("stage", ("loading", "planning", "launching"))
+STAGES: dict[str, list[tuple[Any, str]]] = {
+    "loading": [(mla_dense_decode, "PreparedDenseDecode"), (mla_sparse, "PreparedSparse")],
+    "planning": [(metadata, "launch")],
+    "launching": [(PreparedDecode, "launch")],
+}
+
+
+@pytest.mark.parametrize("stage", STAGES)
 @each_class
 @each_kind
 def test_a_call_that_fails_leaves_it_empty(
     world: World, monkeypatch: pytest.MonkeyPatch, make: Make, plan_class: Any, stage: str
 ) -> None:
     """The next one fills it."""
-
-    def fail(*positional: Any, **arguments: Any) -> None:
-        raise rawmla.RawMLAError("no")
-
-    plan = plan_class()
+    plan, fail = plan_class(), Mock(side_effect=rawmla.RawMLAError("no"))
     with monkeypatch.context() as patched:
-        if stage == "loading":
-            patched.setattr(mla_dense_decode, "PreparedDenseDecode", fail)
-            patched.setattr(mla_sparse, "PreparedSparse", fail)
-        elif stage == "planning":
-            patched.setattr(metadata, "launch", fail)
-        else:
-            patched.setattr(PreparedDecode, "launch", fail)
+        for place, name in STAGES[stage]:
+            patched.setattr(place, name, fail)
         with pytest.raises(rawmla.RawMLAError):
             decode(**with_plan(make, plan))
         assert vars(plan) == vars(plan_class())
