@@ -123,8 +123,6 @@ def test_converting(world: World) -> None:
 
 
 def part(name: str, i: int, **changes: Any) -> Callable[[Arguments], None]:
-    """Change one of the parts."""
-
     def apply(arguments: Arguments) -> None:
         arguments[name][i] = arguments[name][i].but(**changes)
 

@@ -65,7 +65,6 @@ both_kinds = pytest.mark.parametrize("make", (dense_arguments, full_sparse), ids
 
 
 def launch_of(world: World) -> Any:
-    """The only launch of a decode call."""
     (launch,) = world.decodes + world.sparse
     return launch
 
@@ -103,7 +102,6 @@ def test_plans_and_results_that_are_refused(world: World, make: Make) -> None:
 
 
 def q_and_cache(s_q: int, h_q: int, h_kv: int) -> Callable[[Arguments], None]:
-    """Another number of query tokens and of heads."""
     return both(
         change("q", shape=(B, s_q, h_q, D_QK)), change("k_cache", shape=(NUM_BLOCKS, PAGE, h_kv, D_QK))
     )
@@ -116,17 +114,20 @@ def pages_of_4032(max_blocks: int) -> Callable[[Arguments], None]:
     )
 
 
-def requests(b: int, *changes: Callable[[Arguments], None]) -> Callable[[Arguments], None]:
-    """A dense call of this many requests of one token."""
-    return both(
-        change("q", shape=(b, 1, H_Q, D_QK)),
-        change("block_table", shape=(b, 1)),
-        change("cache_seqlens", shape=(b,)),
-        change("num_splits", shape=(b + 1,)),
-        *changes,
-    )
+def resize(b: int, s_q: int) -> Callable[[Arguments], None]:
+    """Another number of requests or of query tokens."""
+    leading = dict.fromkeys(("q", *INDICES), (b, s_q))
+    leading |= dict.fromkeys(("block_table", "cache_seqlens", "topk_length", "extra_topk_length"), (b,))
+
+    def apply(arguments: Arguments) -> None:
+        for name, sizes in leading.items():
+            if arguments.get(name) is not None:
+                change(name, shape=(*sizes, *arguments[name].shape[len(sizes) :]))(arguments)
+
+    return apply
 
 
+MOST_REQUESTS = both(resize(65_536, 1), change("num_splits", shape=(65_537,)))
 DENSE_ROWS: list[Refusal] = [
     *int64("block_table", "cache_seqlens"),
     ("q", ValueError, "h_q 15 and h_kv 2", {"shape": (B, S_Q, 15, D_QK)}),
@@ -146,8 +147,8 @@ DENSE_ROWS: list[Refusal] = [
     ("q", ValueError, "2**31 rows", {"shape": (B, 2**27, H_Q, D_QK)}),
     ("q", ValueError, "at most 4214848 rows", q_and_cache(4121, 1023, 1)),
     ("q", ValueError, "within 64 GiB", {"strides": (2**35 // 2 // 8 * 8 + 8, H_Q * D_QK, D_QK, 1)}),
-    ("q", ValueError, "at most 16384", requests(16385, empty_plan_with())),
-    ("q", ValueError, "at most 65535 requests", requests(65_536, put("enable_batch_invariant", True))),
+    ("q", ValueError, "at most 16384", both(resize(16385, 1), empty_plan_with())),
+    ("q", ValueError, "at most 65535 requests", both(MOST_REQUESTS, put("enable_batch_invariant", True))),
     ("block_table", ValueError, "at most 277094672 tokens", pages_of_4032(68_724)),
     *[
         (name, ValueError, "None without indices", put(name, FakeArray((B, S_Q, 64))))
@@ -165,7 +166,7 @@ def test_dense_calls_that_are_refused(world: World) -> None:
     (
         q_and_cache(4120, 1023, 1),
         pages_of_4032(68_723),
-        requests(65_536),
+        MOST_REQUESTS,
         change("tile_scheduler_metadata", shape=(65_535, 8)),
     ),
 )
@@ -224,7 +225,6 @@ def cache_rows(name: str, blocks: int, page: int) -> list[Refusal]:
 
 
 def index_rows(name: str, width: int, text: str) -> list[Refusal]:
-    """What is refused of indices."""
     return [
         *[
             (name, ValueError, f"[{B}, {S_Q}, {text}]", {"shape": shape})
@@ -247,17 +247,7 @@ SPARSE_ROWS: list[Refusal] = [
     ("extra_indices_in_kvcache", ValueError, "None", without(INDICES[1], "extra_topk_length")),
     ("extra_k_cache", ValueError, "None", None),
     ("extra_topk_length", ValueError, "without extra_k_cache", without(CACHES[1], INDICES[1])),
-    (
-        "q",
-        ValueError,
-        "at most 16384",
-        both(
-            change("q", shape=(16385, 1, H_Q, 576)),
-            *[change(name, shape=(16385, 1, 9)) for name in INDICES],
-            *[change(name, shape=(16385,)) for name in ("topk_length", "extra_topk_length")],
-            empty_plan_with(),
-        ),
-    ),
+    ("q", ValueError, "at most 16384", both(resize(16385, 1), empty_plan_with())),
 ]
 
 

@@ -88,13 +88,10 @@ def resize(letters: str, *shape: int) -> Callable[[Arguments], None]:
 
 
 def capture(**changes: Any) -> Callable[[Arguments], None]:
-    """Change what the score function reads."""
     return lambda arguments: arguments.update(score_mod=rawmla.CudaMod("score", {"bias": table(**changes)}))
 
 
 def mask_capture(**changes: Any) -> Callable[[Arguments], None]:
-    """Change what the mask function reads."""
-
     def apply(arguments: Arguments) -> None:
         arguments["block_mask"].mask_mod = rawmla.CudaMod("h > 0", {"bias": table(**changes)})
 

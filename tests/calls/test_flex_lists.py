@@ -142,7 +142,6 @@ class TestKnownLists:
 
 
 def lists_of(world: World, mask: Any) -> BlockLists:
-    """The lists that the kernel gets."""
     call(plain(), block_mask=mask)
     found: BlockLists = world.flex[-1].call.mods.lists
     return found

@@ -35,7 +35,7 @@ from calls.fakes import (
     put,
     sparse_arguments,
 )
-from calls.test_decode import Make, full_sparse, plan_without_config, without
+from calls.test_decode import Make, full_sparse, plan_without_config, resize, without
 from rawmla.call import memo
 from rawmla.kernels import mla_dense_decode, mla_sparse
 from rawmla.kernels import mla_metadata as metadata
@@ -128,21 +128,6 @@ def test_number_of_parts_of_a_sparse_plan(world: World, s_q: int, h_q: int, part
     assert (world.plans[0]["num_parts"], world.sparse[0].num_parts) == (parts, parts)
     rows, splits = rawmla.get_mla_metadata(LENGTHS, s_q * h_q, 1, h_q, True, TOPK)
     assert (rows.shape, splits.shape) == ((parts, 8), (B + 1,))
-
-
-def resize(b: int, s_q: int) -> Callable[[Arguments], None]:
-    """Another number of requests or of query tokens."""
-
-    def apply(arguments: Arguments) -> None:
-        change("q", shape=(b, s_q, *arguments["q"].shape[2:]))(arguments)
-        for name in ("indices", "extra_indices_in_kvcache"):
-            if name in arguments:
-                change(name, shape=(b, s_q, *arguments[name].shape[2:]))(arguments)
-        for name in ("block_table", "cache_seqlens", "topk_length", "extra_topk_length"):
-            if arguments.get(name) is not None:
-                change(name, shape=(b, *arguments[name].shape[1:]))(arguments)
-
-    return apply
 
 
 BF16 = sparse_arguments("bf16 576", extra=True)
