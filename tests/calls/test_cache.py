@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -122,8 +123,6 @@ def test_converting(world: World) -> None:
 
 
 def part(name: str, i: int, **changes: Any) -> Callable[[Arguments], None]:
-    """Change one of the parts."""
-
     def apply(arguments: Arguments) -> None:
         arguments[name][i] = arguments[name][i].but(**changes)
 
@@ -149,10 +148,8 @@ def test_merging(world: World) -> None:
 
 
 def test_ml_dtypes_missing(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    def empty(shape: tuple[int, ...], dtype: str, device: int) -> FakeArray:
-        raise ImportError("No module named 'ml_dtypes'")
-
-    monkeypatch.setattr(world.framework, "empty", empty)
+    missing = ImportError("No module named 'ml_dtypes'")
+    monkeypatch.setattr(world.framework, "empty", Mock(side_effect=missing))
     with pytest.raises(rawmla.MissingDependencyError, match="needs ml_dtypes"):
         run(DEQUANTIZE, all_arguments(DEQUANTIZE))
 

@@ -6,6 +6,7 @@ import struct
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -22,7 +23,6 @@ from rawmla.kernels.mha_forward import MhaForwardCall, Mods
 B, HQ, HKV, L, S, E, EV = 2, 8, 2, 300, 500, 128, 64
 Q, K, V, OUT = (B, HQ, L, E), (B, HKV, S, E), (B, HKV, S, EV), (B, HQ, L, EV)
 ROWS, COLUMNS = 3, 4  # of blocks of 128
-NO_CHANGE = "return score;"
 MASK_LISTS = [f"block_mask.{name}" for name in LISTS]
 OTHER = FakeFramework("other", stream=0x99)
 
@@ -88,13 +88,10 @@ def resize(letters: str, *shape: int) -> Callable[[Arguments], None]:
 
 
 def capture(**changes: Any) -> Callable[[Arguments], None]:
-    """Change what the score function reads."""
     return lambda arguments: arguments.update(score_mod=rawmla.CudaMod("score", {"bias": table(**changes)}))
 
 
 def mask_capture(**changes: Any) -> Callable[[Arguments], None]:
-    """Change what the mask function reads."""
-
     def apply(arguments: Arguments) -> None:
         arguments["block_mask"].mask_mod = rawmla.CudaMod("h > 0", {"bias": table(**changes)})
 
@@ -225,15 +222,8 @@ EXPECTED = MhaForwardCall(
         max_scores=False,
     ),
 )
-EXPECTED_LISTS = BlockLists(
-    counts_strides=((0, 0, 1), (0, 0, 1)),
-    lists_strides=((0, 0, COLUMNS), (0, 0, COLUMNS)),
-    columns=(COLUMNS, COLUMNS),
-    batches=1,
-    heads=1,
-    block_q=128,
-    block_k=128,
-)
+# Of blocks of 128, once for all batches and heads.
+EXPECTED_LISTS = BlockLists(((0, 0, 1),) * 2, ((0, 0, COLUMNS),) * 2, (COLUMNS, COLUMNS), 1, 1, 128, 128)
 
 
 def changed(call: MhaForwardCall, mods: Arguments, **more: Any) -> MhaForwardCall:
@@ -298,7 +288,7 @@ def test_scales(world: World, scale: float) -> None:
     assert launch.text.count("kIsThere = false") == 1 + is_positive
     world.flex.clear()
     call(plain(), scale=scale, score_mod="score * 3")
-    assert NO_CHANGE not in only(world).text
+    assert "return score;" not in only(world).text
 
 
 # ---- layouts
@@ -306,19 +296,16 @@ def test_scales(world: World, scale: float) -> None:
 
 def test_order_of_the_dimensions(world: World) -> None:
     """[b, s, h, d] seen as [b, h, s, d]; out has the same order."""
-
-    def transposed(shape: tuple[int, ...]) -> tuple[int, ...]:
-        _, heads, tokens, columns = shape
-        return tokens * heads * columns, columns, heads * columns, 1
-
-    arguments = {n: x.but(strides=transposed(x.shape)) for n, x in plain().items() if n != "enable_gqa"}
-    out = call(arguments, enable_gqa=True)
+    arguments, names = plain(), ("query", "key", "value")
+    for name in names:
+        _, heads, tokens, columns = arguments[name].shape
+        change(name, strides=(tokens * heads * columns, columns, heads * columns, 1))(arguments)
+    out = call(arguments)
     launched = only(world).call
-    for name, x in (*arguments.items(), ("out", out)):
-        batch, head, token, _ = transposed(x.shape)
-        assert x.strides == transposed(x.shape)
-        letter = name if name == "out" else name[0]
-        assert getattr(launched, f"{letter}_strides") == (batch, token, head)
+    assert out.strides == (L * HQ * EV, EV, HQ * EV, 1)
+    for letter, x in zip(("q", "k", "v", "out"), (*map(arguments.get, names), out), strict=True):
+        batch, head, token, _ = x.strides
+        assert getattr(launched, f"{letter}_strides") == (batch, token, head), letter
     assert not world.framework.copied
 
 
@@ -346,22 +333,18 @@ def test_copied(world: World, name: str, changes: Arguments) -> None:
 
 
 def test_fp8_becomes_the_dtype_of_query(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = []
-    plain_copy = world.framework.aligned_copy
-
-    def copy(array: FakeArray, name: str, dtype: str | None = None) -> FakeArray:
-        made.append((name, dtype))
-        return plain_copy(array, name, dtype)
-
+    copy = Mock(wraps=world.framework.aligned_copy)
     monkeypatch.setattr(world.framework, "aligned_copy", copy)
     arguments = plain()
     for name, dtype in (("query", "float16"), ("key", "float8_e5m2"), ("value", "float16")):
         change(name, dtype=dtype)(arguments)
     call(arguments)
-    assert made == [("key", "float16")] and only(world).call.dtype == "float16"
+    assert [x.args[1:] for x in copy.call_args_list] == [("key", "float16")]
+    assert only(world).call.dtype == "float16"
     change("query", dtype="float16", ptr=0x1002)(arguments)
     call(arguments)
-    assert made[1:] == [("query", None), ("key", "float16")]  # the copy of query has its dtype
+    made = [x.args[1:] for x in copy.call_args_list[1:]]
+    assert made == [("query", None), ("key", "float16")]  # the copy of query has its dtype
 
 
 def test_no_keys(world: World) -> None:

@@ -6,7 +6,7 @@ import functools
 import gc
 import struct
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -149,8 +149,8 @@ def test_captured_tensors_of_other_kinds(launches: Launches) -> None:
     """Without dimensions, not used, used without the score, and detached by the function."""
     strength = torch.nn.Parameter(torch.tensor(0.8))
     gradients = {"strength": ("", "grad * score")}
-    text = "score * strength()"
-    mod = rawmla.CudaMod(text, {"strength": strength}, grad="grad", capture_grads=gradients)
+    captures = {"strength": strength}
+    mod = rawmla.CudaMod("score * strength()", captures, grad="grad", capture_grads=gradients)
     call(leaves_of(()), score_mod=mod).sum().backward()
     assert strength.grad.shape == () and strength.grad == FIRST_CAPTURE
 
@@ -319,40 +319,19 @@ def test_checkpointed(launches: Launches) -> None:
     for reentrant in (False, True):
         launches.forward.clear()
         leaves = leaves_of()
-
-        def layer(*tensors: Any) -> Any:
-            return call(dict(zip(NAMES, tensors, strict=True)))
-
+        layer = lambda *tensors: call(dict(zip(NAMES, tensors, strict=True)))  # noqa: E731
         checkpoint(layer, *leaves.values(), use_reentrant=reentrant).sum().backward()
         assert len(launches.forward) == 2
         assert_gradients(launches, leaves)
 
 
-def test_second_derivative(launches: Launches) -> None:
-    leaves = leaves_of()
-    out, lse = call(leaves, return_lse=True)
-    loss = (out.float() ** 2).sum() + lse.sum()
-    grads = torch.autograd.grad(loss, list(leaves.values()), create_graph=True)
-    assert all(x.requires_grad for x in grads)
-    text = "^flex attention has no second derivative: expected .* create_graph=True"
-    for one in (grads[0], grads[-1]):
-        with pytest.raises(NotImplementedError, match=text):
-            one.float().sum().backward(retain_graph=True)
-
-
 @pytest.mark.parametrize(
-    ("argument", "switch", "wanted"),
+    ("given", "switch", "wanted"),
     ((None, False, False), (True, False, True), (None, True, True), (False, True, False)),
 )
-def test_fixed_order(
-    launches: Launches,
-    deterministic: Callable[[bool], None],
-    argument: bool | None,
-    switch: bool,
-    wanted: bool,
-) -> None:
+def test_fixed_order(launches: Launches, deterministic: Any, given: Any, switch: bool, wanted: bool) -> None:
     """Wanted by the argument of the forward, or by torch's switch as the backward pass finds it."""
-    out = plain(leaves_of(), deterministic=argument)
+    out = plain(leaves_of(), deterministic=given)
     deterministic(switch)
     out.float().sum().backward()
     assert launches.backward[0].call.deterministic is wanted
@@ -404,9 +383,7 @@ REFUSED: tuple[tuple[dict[str, Any], type[Exception], str], ...] = (
 
 
 @pytest.mark.parametrize(("changes", "error", "text"), REFUSED, ids=[text for *_, text in REFUSED])
-def test_refused_before_a_launch(
-    launches: Launches, changes: dict[str, Any], error: type[Exception], text: str
-) -> None:
+def test_refused_before_a_launch(launches: Launches, changes: dict[str, Any], error: Any, text: str) -> None:
     leaves = leaves_of() | {name: x for name, x in changes.items() if name in SHAPES}
     with pytest.raises(error, match=f"^{text}") as caught:
         call(leaves, **{name: x for name, x in changes.items() if name not in SHAPES})
@@ -414,29 +391,16 @@ def test_refused_before_a_launch(
     assert not launches.forward
 
 
-# ---- programs of torch.compile
-
-
-@pytest.fixture
-def dynamo() -> Iterator[Any]:
-    torch._dynamo.reset()
-    yield torch._dynamo
-    torch._dynamo.reset()
-
-
 @pytest.mark.parametrize("backend", full_unless(lambda name: name != "eager", ("eager", "aot_eager")))
-def test_torch_compile(launches: Launches, dynamo: Any, backend: str) -> None:
+def test_torch_compile(launches: Launches, backend: str) -> None:
     """Gradients go through the call, from the graph after it to the one before it."""
+    torch._dynamo.reset()
     mask = mask_of()
 
     def step(query: Any, key: Any, value: Any, table: Any, gate: Any) -> Any:
-        def biased(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
-            return s * gate[h] + scaled[h, q - k + S]
-
         scaled = table * 1.5
-        out, lse = rawmla.flex_attention(
-            query * 2, key, value, biased, mask, enable_gqa=True, return_lse=True
-        )
+        score = lambda s, b, h, q, k: s * gate[h] + scaled[h, q - k + S]  # noqa: E731
+        out, lse = rawmla.flex_attention(query * 2, key, value, score, mask, enable_gqa=True, return_lse=True)
         return out.float().sin().sum() + lse.sum() * 0.1
 
     def gradients(function: Any) -> list[Any]:
@@ -450,5 +414,5 @@ def test_torch_compile(launches: Launches, dynamo: Any, backend: str) -> None:
         for got, want in zip(gradients(compiled), wanted, strict=True):
             torch.testing.assert_close(got, want)
     assert bool((wanted[0] == 2 * DQ).all()) and len(launches.backward) == 3
-    report = dynamo.explain(step)(*leaves_of(()).values())
+    report = torch._dynamo.explain(step)(*leaves_of(()).values())
     assert (report.graph_break_count, report.graph_count) == (1, 2)

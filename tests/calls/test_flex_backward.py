@@ -101,13 +101,6 @@ def test_refused(world: World, refusal: Refusal) -> None:
 # ---- launches
 
 
-def test_determinism_of_the_framework(world: World) -> None:
-    world.framework.determinism = lambda: True
-    call(plain())
-    call(plain(), deterministic=False)
-    assert [launch.call.deterministic for launch in world.flex_backward] == [True, False]
-
-
 @pytest.mark.parametrize("name", ("query", "key"))
 def test_nothing_to_attend(world: World, name: str) -> None:
     """Gradients are zeros, also of what the function reads, which may be empty."""
@@ -121,9 +114,6 @@ def test_nothing_to_attend(world: World, name: str) -> None:
     assert world.framework.filled == [(x, 0.0) for x in (*results, captured["bias"])]
 
 
-# ---- captured arrays
-
-
 @pytest.mark.parametrize(
     ("indices", "scattered"),
     (("h, q_idx", False), ("b, h", False), ("h, kv_idx", False), ("h, q_idx - kv_idx", True)),
@@ -133,58 +123,31 @@ def test_where_scores_are_added_one_by_one(world: World, indices: str, scattered
     assert only(world).call.mods.scattered == scattered
 
 
-def test_cuda_text_whose_tensors_require_grad(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are read without, since a tensor that requires grad is refused while grad is on."""
-    torch = pytest.importorskip("torch")
-    from rawmla.flex import mods
-
-    read: list[Any] = []
-
-    def inspect(x: Any, name: str) -> SimpleNamespace:
-        read.append(x)
-        return SimpleNamespace(dtype="float32", shape=tuple(x.shape))
-
-    monkeypatch.setattr(mods, "inspect", inspect)
-    bias = torch.randn(300, requires_grad=True)
-    gradients = {"bias": ("q_idx", "grad")}
-    mod = rawmla.CudaMod("score + bias(q_idx)", {"bias": bias}, grad="grad", capture_grads=gradients)
-    assert mod.mod(backward=True).captures[0].array is bias
-    assert mod.mod().captures[0].array is bias
-    assert [x.requires_grad for x in read] == [False, False]
-    assert read[0].data_ptr() == bias.data_ptr()
-
-
 # ---- lists by columns
 
 
-class TestKnownLists:
-    """Lists that passed the checks of a call before, as those by rows in test_flex_lists."""
-
-    def reads(self, world: World, mask: Any) -> list[str]:
-        """The lists that a call reads."""
+def test_lists_that_are_also_those_by_rows(world: World) -> None:
+    """What is known of lists by rows is not taken for what is known of lists by columns."""
+    mask = mask_of(full=False)
+    lines = max(ROWS, COLUMNS)
+    mask.kv_num_blocks = mask.q_num_blocks = mask.q_num_blocks.but(shape=(1, 1, lines))
+    mask.kv_indices = mask.q_indices.but(shape=(1, 1, lines, COLUMNS), ptr=0xE000)
+    mask.q_indices = mask.q_indices.but(shape=(1, 1, lines, ROWS))
+    for _ in range(2):
+        forward.call(forward.plain(), block_mask=mask)
         world.reads.clear()
         call(plain(), block_mask=mask)
-        return [name for name in world.reads if name.startswith("block_mask")]
+        assert world.flex[-1].more[1:3] == (0x14000, 0xE000)
+        assert world.flex_backward[-1].lists[:2] == [0x14000, 0x15000]
+    assert not [name for name in world.reads if name.startswith("block_mask")]
 
-    def test_lists_that_are_also_those_by_rows(self, world: World) -> None:
-        mask = mask_of(full=False)
-        lines = max(ROWS, COLUMNS)
-        mask.kv_num_blocks = mask.q_num_blocks = mask.q_num_blocks.but(shape=(1, 1, lines))
-        mask.kv_indices = mask.q_indices.but(shape=(1, 1, lines, COLUMNS), ptr=0xE000)
-        mask.q_indices = mask.q_indices.but(shape=(1, 1, lines, ROWS))
-        for _ in range(2):
-            forward.call(forward.plain(), block_mask=mask)
-            read = self.reads(world, mask)
-            assert world.flex[-1].more[1:3] == (0x14000, 0xE000)
-            assert world.flex_backward[-1].lists[:2] == [0x14000, 0x15000]
-        assert not read
 
-    def test_full_lists_by_rows_that_come_later(self, world: World) -> None:
-        mask = mask_of(full=False)
-        self.reads(world, mask)
-        mask.full_kv_num_blocks, mask.full_kv_indices = mask.kv_num_blocks, mask.kv_indices
-        with pytest.raises(ValueError, match="^block_mask: expected full_q_num_blocks"):
-            call(plain(), block_mask=mask)
+def test_full_lists_by_rows_that_come_later(world: World) -> None:
+    mask = mask_of(full=False)
+    call(plain(), block_mask=mask)
+    mask.full_kv_num_blocks, mask.full_kv_indices = mask.kv_num_blocks, mask.kv_indices
+    with pytest.raises(ValueError, match="^block_mask: expected full_q_num_blocks"):
+        call(plain(), block_mask=mask)
 
 
 @pytest.mark.parametrize("size", (64, 96, 32))
@@ -200,9 +163,6 @@ def test_other_blocks(world: World, size: int, leading: tuple[int, int]) -> None
     # The mask function finds the states of a column of blocks one after the other.
     words = [int.from_bytes(launch.mask_mod[i : i + 8], "little") for i in range(0, 40, 8)]
     assert words == [clear.address, leading[1] * rows * columns, rows * columns, 1, rows]
-
-
-# ---- warm-up
 
 
 def test_warmup_of_a_forward_with_its_backward(world: World) -> None:

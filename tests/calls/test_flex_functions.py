@@ -16,14 +16,11 @@ from calls.test_flex import HQ, L, S, call, headers, mask_of, only, optional, pl
 from rawmla.call import arrays, frameworks
 from rawmla.flex import functions
 
-
-@pytest.fixture
-def torch() -> Any:
-    return pytest.importorskip("torch")
+torch: Any = pytest.importorskip("torch")
 
 
 @pytest.fixture
-def on_device(torch: Any, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def on_device(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors of the host pass for some of the device of query."""
 
     def read(x: Any, name: str) -> frameworks.Fields:
@@ -32,7 +29,7 @@ def on_device(torch: Any, world: World, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setitem(arrays.READERS, torch.Tensor, read)
 
 
-def test_numbers(world: World, torch: Any) -> None:
+def test_numbers(world: World) -> None:
     """Another number is another parameter; one on the host is read, and a change in place is seen."""
     slope, width = torch.tensor(3.5), torch.tensor(3)
     for number in (0.5, 2.5, slope, slope.fill_(4.5)):
@@ -48,7 +45,7 @@ def test_numbers(world: World, torch: Any) -> None:
     assert struct.unpack("<f4x", world.flex[-1].score_mod) == (-math.inf,)
 
 
-def test_captured_tensors(world: World, torch: Any, on_device: None) -> None:
+def test_captured_tensors(world: World, on_device: None) -> None:
     bias, ids = torch.randn(HQ, 2 * L)[:, ::2], torch.zeros(L + S, dtype=torch.int64)
     mask = mask_of(mask_mod=lambda b, h, q, k: ids[q] == ids[k])
     call(plain(), score_mod=lambda s, b, h, q, k: s + bias[h, q], block_mask=mask)
@@ -57,7 +54,7 @@ def test_captured_tensors(world: World, torch: Any, on_device: None) -> None:
     assert launch.mask_mod == struct.pack("<Qqi4x", ids.data_ptr(), 1, L + S)
 
 
-def test_other_captured_tensors(world: World, torch: Any, on_device: None) -> None:
+def test_other_captured_tensors(world: World, on_device: None) -> None:
     """Other strides are other parameters. Rows that are no longer contiguous need another kernel."""
     table = torch.randn(2 * HQ, 2 * L)
     lying = (table[:HQ, :L], table[HQ:, :L], table[::2, :L], table[:HQ, ::2], table[:HQ, :L])
@@ -70,7 +67,7 @@ def test_other_captured_tensors(world: World, torch: Any, on_device: None) -> No
     assert prepared(world.flex) == [0, 0, 0, 3, 0]
 
 
-def test_captured_tensors_on_the_host(world: World, torch: Any) -> None:
+def test_captured_tensors_on_the_host(world: World) -> None:
     bias = torch.zeros(HQ)
     for name, more in (
         ("score_mod", {"score_mod": lambda s, b, h, q, k: s + bias[h]}),
@@ -81,7 +78,7 @@ def test_captured_tensors_on_the_host(world: World, torch: Any) -> None:
     assert world.untouched
 
 
-def test_captured_tensors_that_require_grad(world: World, torch: Any) -> None:
+def test_captured_tensors_that_require_grad(world: World) -> None:
     class OnCuda(torch.Tensor):
         is_cuda = True
 
@@ -102,7 +99,7 @@ def test_captured_tensors_that_require_grad(world: World, torch: Any) -> None:
     ),
 )
 def test_functions_that_cannot_be_traced(
-    world: World, torch: Any, name: str, mod: Any, kind: type[Exception], text: str
+    world: World, name: str, mod: Any, kind: type[Exception], text: str
 ) -> None:
     arguments = {"score_mod": mod} if name == "score_mod" else {"block_mask": mask_of(mask_mod=mod)}
     with pytest.raises(kind) as caught:

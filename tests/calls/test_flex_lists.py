@@ -9,12 +9,12 @@ import weakref
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 import rawmla
 from calls.fakes import LISTS, FakeArray, FakeFramework, World, contiguous
-from calls.refusals import shapes
 from calls.test_dense import COPY
 from calls.test_flex import (
     COLUMNS,
@@ -24,11 +24,8 @@ from calls.test_flex import (
     MASK_LISTS,
     ROWS,
     B,
-    K,
     L,
-    Q,
     S,
-    V,
     call,
     mask_of,
     only,
@@ -113,10 +110,9 @@ class TestKnownLists:
         """What is checked against them is checked again: batches, heads, and the stream."""
         mask, other = mask_of(B, HQ), FakeFramework("other")
         self.reads(world, mask)
-        arguments = plain() | {"block_mask": mask}
-        shapes(query=(1, *Q[1:]), key=(1, *K[1:]), value=(1, *V[1:]))(arguments)
+        one_batch = {name: plain()[name].but(shape=(1, *plain()[name].shape[1:])) for name in self.QKV}
         with pytest.raises(ValueError, match="a batch and heads that divide"):
-            call(arguments)
+            call(plain() | one_batch, block_mask=mask)
         elsewhere = {name: plain()[name].but(framework=other) for name in self.QKV}
         for _ in range(2):
             other.stream = 0x51
@@ -146,7 +142,6 @@ class TestKnownLists:
 
 
 def lists_of(world: World, mask: Any) -> BlockLists:
-    """The lists that the kernel gets."""
     call(plain(), block_mask=mask)
     found: BlockLists = world.flex[-1].call.mods.lists
     return found
@@ -238,9 +233,8 @@ def test_torchs_mask(world: World) -> None:
 
 @pytest.mark.parametrize("d", (256, 224))
 def test_wide_heads_have_tiles_of_64_keys(world: World, d: int) -> None:
-    arguments = plain()
-    shapes(query=(*Q[:3], d), key=(*K[:3], d), value=(*V[:3], d))(arguments)
-    call(arguments, block_mask=mask_of(size=(128, 64)))
+    wide = {name: plain()[name].but(shape=(*plain()[name].shape[:3], d)) for name in TestKnownLists.QKV}
+    call(plain() | wide, block_mask=mask_of(size=(128, 64)))
     assert world.flex[0].call.mods.lists.block_k == 64 and not world.enqueued
 
 
@@ -340,10 +334,7 @@ def test_other_blocks_without_full_lists_and_function(world: World) -> None:
 
 
 def test_kernels_are_loaded_before_anything_is_made(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    def get_kernel(spec: Any, device: int, capturing: Any) -> Any:
-        raise rawmla.KernelNotReadyError(spec.name)
-
-    monkeypatch.setattr(jit, "get_kernel", get_kernel)
+    monkeypatch.setattr(jit, "get_kernel", Mock(side_effect=rawmla.KernelNotReadyError("block_mask_lists")))
     with pytest.raises(rawmla.KernelNotReadyError):
         call(plain(), block_mask=mask_of(size=32))
     assert world.untouched

@@ -83,10 +83,8 @@ def others(operation: Operation) -> Iterator[tuple[str, Arguments]]:
     for name, value in arrays_of(given).items():
         yield f"{name} off 16 bytes", {**given, name: change_last(value, lambda x: x.but(ptr=x.ptr + 2))}
         for axis in range(len(flat(value)[-1].shape)):
-            yield (
-                f"{name} shorter in {axis}",
-                {**given, name: change_last(value, partial(shorter, axis=axis))},
-            )
+            less = change_last(value, partial(shorter, axis=axis))
+            yield f"{name} shorter in {axis}", {**given, name: less}
     for option in parameters_of(operation):
         for value in OPTIONS.get(str(option.annotation), ()):
             yield f"{option.name} {value}", {**given, option.name: value}

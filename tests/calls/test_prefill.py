@@ -25,7 +25,6 @@ def full() -> Arguments:
 
 
 def out_array(**changes: Any) -> FakeArray:
-    """A result to be written."""
     return FakeArray((S_Q, H_Q, 512), "bfloat16", ptr=0x7000).but(**changes)
 
 
