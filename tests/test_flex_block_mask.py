@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import islice
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 
 import rawmla
+from kit import functions as kit
 
 torch = pytest.importorskip("torch")
 from torch.nn.attention.flex_attention import create_block_mask  # noqa: E402
@@ -18,22 +18,17 @@ from torch.nn.attention.flex_attention import create_block_mask  # noqa: E402
 from rawmla.flex.block_mask import BlockMask, and_masks, noop_mask, or_masks  # noqa: E402
 
 Q_LEN, KV_LEN, SIZE = 1000, 900, 64
-DOCUMENTS = torch.randint(0, 3, (Q_LEN,), generator=torch.Generator().manual_seed(0)).sort().values
-MASKS: dict[str, Callable[..., Any]] = {
-    "causal": lambda b, h, q, k: q >= k,
-    "documents": lambda b, h, q, k: (DOCUMENTS[q] == DOCUMENTS[k]) & (q >= k),
-    "per head": lambda b, h, q, k: (q - k).abs() < 70 + h * 50,
-    "none": lambda b, h, q, k: q < 0,
-}
+MASKS = ("causal", "documents", "per head", "empty")
 LISTS = ("kv", "full_kv", "q", "full_q")
 
 
 def pair(name: str, separate_full_blocks: bool = True) -> tuple[BlockMask, Any]:
     """Our mask and torch's."""
-    theirs = create_block_mask(MASKS[name], 2, 3, Q_LEN, KV_LEN, device="cpu", BLOCK_SIZE=SIZE)
+    function = kit.MASKS[name](kit.Sizes(2, 3, Q_LEN, KV_LEN, device="cpu")).python
+    theirs = create_block_mask(function, 2, 3, Q_LEN, KV_LEN, device="cpu", BLOCK_SIZE=SIZE)
     full = (theirs.full_kv_num_blocks, theirs.full_kv_indices) if separate_full_blocks else (None, None)
     ours = BlockMask.from_kv_blocks(
-        theirs.kv_num_blocks, theirs.kv_indices, *full, SIZE, MASKS[name], (Q_LEN, KV_LEN)
+        theirs.kv_num_blocks, theirs.kv_indices, *full, SIZE, function, (Q_LEN, KV_LEN)
     )
     return ours, theirs
 
@@ -57,7 +52,7 @@ def test_lists_of_numpy() -> None:
     want, _ = pair("per head")
     arrays = [x.numpy() for x in (want.kv_num_blocks, want.kv_indices)]
     full = [x.numpy() for x in (want.full_kv_num_blocks, want.full_kv_indices)]
-    mask = BlockMask.from_kv_blocks(*arrays, *full, SIZE, MASKS["per head"], (Q_LEN, KV_LEN))
+    mask = BlockMask.from_kv_blocks(*arrays, *full, SIZE, want.mask_mod, (Q_LEN, KV_LEN))
     assert str(mask).startswith("BlockMask(shape=(2, 3, 1000, 900), sparsity=")
     for change in (lambda x: x, lambda x: x[1, 0:2], lambda x: x._adjust(500, 300)):
         got, other = change(mask), change(want)
