@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from itertools import islice
 from types import SimpleNamespace
 from typing import Any
@@ -156,20 +158,12 @@ def test_entries_past_the_count_mean_nothing() -> None:
 
 
 def test_as_tuple_and_to() -> None:
-    class Near(torch.nn.Module):  # type: ignore[misc]
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("most", torch.tensor(9))
-
-        def forward(self, b: Any, h: Any, q: Any, k: Any) -> Any:
-            return q - k < self.most
-
     mask, _ = pair("documents")
     assert mask.as_tuple()[:2] == (Q_LEN, KV_LEN) and mask.as_tuple(flatten=False)[0] == (Q_LEN, KV_LEN)
-    mask.mask_mod = Near()  # a module stays on its device
+    mask.mask_mod = torch.nn.Linear(1, 1)  # a module stays on its device
     moved = mask.to("meta")
     assert moved.kv_indices.device.type == "meta" and moved.mask_mod is mask.mask_mod
-    assert mask.mask_mod.most.device.type == "cpu"
+    assert mask.mask_mod.weight.device.type == "cpu"
 
 
 def test_to_of_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,21 +172,17 @@ def test_to_of_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
     current: list[int] = []
     made: list[Any] = []
 
-    class Device:
-        def __init__(self, ordinal: int) -> None:
-            self.ordinal = ordinal
-
-        def __enter__(self) -> None:
-            current.append(self.ordinal)
-
-        def __exit__(self, *error: object) -> None:
-            current.pop()
+    @contextlib.contextmanager
+    def device(ordinal: int) -> Iterator[None]:
+        current.append(ordinal)
+        yield
+        current.pop()
 
     def asarray(array: Any) -> Any:
         made.append((array, *current))
         return SimpleNamespace(**vars(array))
 
-    monkeypatch.setattr(cupy.cuda, "Device", Device)
+    monkeypatch.setattr(cupy.cuda, "Device", device)
     monkeypatch.setattr(cupy, "asarray", asarray)
     lists = [SimpleNamespace(shape=shape, __cuda_array_interface__={}) for shape in ((1, 1, 2), (1, 1, 2, 3))]
     moved = BlockMask((32, 48), *lists, BLOCK_SIZE=16).to("cuda:1")

@@ -403,14 +403,6 @@ def test_long_containers(traces: list[Any]) -> None:
 # ---- what is freed
 
 
-def test_bounded(traces: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rawmla.call.memo.MAX_ENTRIES", 2)
-    table = torch.randn(50)
-    for factor in (1.0, 2.0, 3.0, 3.0, 1.0):
-        traced(biased(table, factor))
-    assert len(traces) == 4
-
-
 def test_nothing_is_kept_of_a_refused_function(traces: list[Any]) -> None:
     limit = torch.tensor(3)
     for count in (1, 2):

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from flex_functions import BIAS, SLOPES, draw, points
-from flex_points import compile_alone, compile_for_the_gpu, evaluate, needs_host_compiler, pack
+from flex_points import compile_alone, evaluate, needs_host_compiler, pack
 
 from rawmla.flex.header import HEADER_NAME, header
 from rawmla.flex.mods import NO_BYTES, Capture, CudaMod, Mod, Number, Place
@@ -39,7 +39,7 @@ extern "C" __global__ void probe(const __grid_constant__ ScoreMod score, const _
 }
 """
     asserts = "".join(f"static_assert({condition});\n" for condition in conditions)
-    compile_for_the_gpu(f'#include "{HEADER_NAME}"\n{asserts}{main}', {}, text)
+    compile_alone(f'#include "{HEADER_NAME}"\n{asserts}{main}', {}, mods=text)
 
 
 @pytest.mark.parametrize(
@@ -125,43 +125,46 @@ TABLE = np.zeros(3, np.float32)
 
 
 @pytest.mark.parametrize(
-    ("code", "captures", "gradients", "error", "message"),
+    ("given", "error", "message"),
     (
-        (3, {}, {}, TypeError, "^code: expected CUDA text, got 3"),
-        ("  ", {}, {}, TypeError, "^code: expected CUDA text"),
-        ("score", {"a b": 1}, {}, ValueError, "C identifiers, got 'a b'"),
-        ("score", {"q_idx": 1}, {}, ValueError, "got 'q_idx'"),
-        ("score", {"table": [1, 2]}, {}, TypeError, "expected table to be an array or a number"),
-        ("score", {"gradient_sink": 1}, {}, ValueError, "got 'gradient_sink'"),
+        ((3,), TypeError, "^code: expected CUDA text, got 3"),
+        (("  ",), TypeError, "^code: expected CUDA text"),
+        (("score", {"a b": 1}), ValueError, "C identifiers, got 'a b'"),
+        (("score", {"q_idx": 1}), ValueError, "got 'q_idx'"),
+        (("score", {"table": [1, 2]}), TypeError, "expected table to be an array or a number"),
+        (("score", {"gradient_sink": 1}), ValueError, "got 'gradient_sink'"),
         (
-            "score",
-            {"n": np.uint64(2**63)},
-            {},
+            ("score", {"n": np.uint64(2**63)}),
             ValueError,
             "n to be an int of 64 bits, got 9223372036854775808",
         ),
-        ("score", {"z": np.complex64(1)}, {}, TypeError, "expected z to be an array or a number"),
-        *[
-            ("score", {"table": TABLE, "number": 3.0}, gradients, error, message)
-            for gradients, error, message in (
-                ({"grad": 3}, TypeError, "^grad: expected CUDA text, got 3"),
-                ({"grad": " "}, TypeError, "^grad: expected CUDA text, got ' '"),
-                ({"capture_grads": "table"}, TypeError, "^capture_grads: expected a mapping"),
-                ({"capture_grads": {"other": ("", "1")}}, ValueError, "arrays in captures, got 'other'"),
-                ({"capture_grads": {"number": ("", "1")}}, ValueError, "arrays in captures, got 'number'"),
-                ({"capture_grads": {"table": "grad"}}, TypeError, "table to have indices and a value"),
-                ({"capture_grads": {"table": ("i", "j", "grad")}}, TypeError, "table to have indices and"),
-                ({"capture_grads": {"table": (("i", 3),)}}, TypeError, "table to have indices and a value"),
-                ({"capture_grads": {"table": ("i", " ")}}, ValueError, "expected table to have a value"),
-            )
-        ],
+        (("score", {"z": np.complex64(1)}), TypeError, "expected z to be an array or a number"),
     ),
 )
-def test_refused(
-    code: Any, captures: dict[str, Any], gradients: dict[str, Any], error: type[Exception], message: str
+def test_refused(given: tuple[Any, ...], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        CudaMod(*given)
+
+
+@pytest.mark.parametrize(
+    ("grad", "capture_grads", "error", "message"),
+    (
+        (3, None, TypeError, "^grad: expected CUDA text, got 3"),
+        (" ", None, TypeError, "^grad: expected CUDA text, got ' '"),
+        (None, "table", TypeError, "^capture_grads: expected a mapping"),
+        (None, {"other": ("", "1")}, ValueError, "arrays in captures, got 'other'"),
+        (None, {"number": ("", "1")}, ValueError, "arrays in captures, got 'number'"),
+        (None, {"table": "grad"}, TypeError, "table to have indices and a value"),
+        (None, {"table": ("i", "j", "grad")}, TypeError, "table to have indices and"),
+        (None, {"table": (("i", 3),)}, TypeError, "table to have indices and a value"),
+        (None, {"table": ("i", " ")}, ValueError, "expected table to have a value"),
+    ),
+)
+def test_gradients_that_are_refused(
+    grad: Any, capture_grads: Any, error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        CudaMod(code, captures, **gradients)
+        CudaMod("score", {"table": TABLE, "number": 3.0}, grad=grad, capture_grads=capture_grads)
 
 
 # ---- gradients of CUDA text

@@ -36,18 +36,12 @@ SCORES = ("", "bias h q k", "alibi table", "softcap", "causal", "square")
 MASKS = ("causal", "documents", "per head", "padding", "lower half", "empty")
 
 
-def score_of(name: str) -> Any:
-    """A score function as NumPy and as tensors take it."""
-    if not name:
+def forms(builder: Any) -> tuple[Any, Any]:
+    """A function as NumPy and as tensors take it; None: there is none."""
+    if builder is None:
         return None, None
-    score = functions.SCORES[name](FUNCTIONS)
-    return score.numpy(), score.python
-
-
-def mask_of(name: str) -> Any:
-    """A mask as NumPy and as tensors take it."""
-    mask = functions.MASKS[name](FUNCTIONS)
-    return mask.numpy(), mask.python
+    function = builder(FUNCTIONS)
+    return function.numpy(), function.python
 
 
 @pytest.fixture(autouse=True)
@@ -68,12 +62,13 @@ def arrays(h_kv: int = H, b_kv: int = B, d_qk: int = 8, d_v: int = 5, seed: int 
 def test_against_torch(score: str, mask: str, h_kv: int) -> None:
     """Both make the block mask themselves. torch has no largest scores on the CPU."""
     q, k, v = arrays(h_kv)
-    ours = reference.create_block_mask(mask_of(mask)[0], B, H, L, S, BLOCK_SIZE=(32, 16))
-    got = reference.flex_attention(q, k, v, score_of(score)[0], ours, enable_gqa=h_kv == 1, return_lse=True)
-    blocks = theirs.create_block_mask(mask_of(mask)[1], B, H, L, S, device="cpu", BLOCK_SIZE=(32, 16))
+    scores, masks = forms(functions.SCORES.get(score)), forms(functions.MASKS[mask])
+    ours = reference.create_block_mask(masks[0], B, H, L, S, BLOCK_SIZE=(32, 16))
+    got = reference.flex_attention(q, k, v, scores[0], ours, enable_gqa=h_kv == 1, return_lse=True)
+    blocks = theirs.create_block_mask(masks[1], B, H, L, S, device="cpu", BLOCK_SIZE=(32, 16))
     tensors = [torch.from_numpy(x) for x in (q, k, v)]
     want, aux = theirs.flex_attention(
-        *tensors, score_of(score)[1], blocks, enable_gqa=h_kv == 1, return_aux=theirs.AuxRequest(lse=True)
+        *tensors, scores[1], blocks, enable_gqa=h_kv == 1, return_aux=theirs.AuxRequest(lse=True)
     )
     for one, other in zip(got, (want, aux.lse), strict=True):
         np.testing.assert_allclose(one, other.numpy(), rtol=1e-10, atol=1e-12)
@@ -82,8 +77,9 @@ def test_against_torch(score: str, mask: str, h_kv: int) -> None:
 @pytest.mark.parametrize("size", (16, (32, 16), 128), ids=str)
 @pytest.mark.parametrize("mask", MASKS)
 def test_block_masks_against_torch(mask: str, size: Any) -> None:
-    ours = reference.create_block_mask(mask_of(mask)[0], B, H, L, S, BLOCK_SIZE=size)
-    blocks = theirs.create_block_mask(mask_of(mask)[1], B, H, L, S, device="cpu", BLOCK_SIZE=size)
+    of_numpy, of_tensors = forms(functions.MASKS[mask])
+    ours = reference.create_block_mask(of_numpy, B, H, L, S, BLOCK_SIZE=size)
+    blocks = theirs.create_block_mask(of_tensors, B, H, L, S, device="cpu", BLOCK_SIZE=size)
     assert ours.shape == tuple(blocks.shape) and ours.BLOCK_SIZE == tuple(blocks.BLOCK_SIZE)
     for name in ("kv", "full_kv", "q", "full_q"):
         counts, entries = getattr(ours, f"{name}_num_blocks"), getattr(ours, f"{name}_indices")
@@ -155,11 +151,6 @@ def test_functions_of_tensors(name: str) -> None:
 SMALL: dict[str, Any] = {"s_q": L, "s_k": S, "d_qk": 8, "d_v": 5, "block": (16, 32)}
 
 
-def with_distances(grad: Any, difference: Any) -> Any:
-    """The gradient of `(a - b) ** 2` for a and for b, from the gradient of minus its sum."""
-    return np.stack([-2 * grad, 2 * grad])[:, None] * np.moveaxis(difference, -1, 0)
-
-
 # The derivative of a score function, and what it adds to the gradients of the arrays that it reads.
 GRADIENTS: dict[str, Callable[[Any], tuple[Callable[..., Any], dict[str, Callable[..., Any]]]]] = {
     "softcap": lambda c: (lambda grad, s, b, h, q, k: grad * (1 - np.tanh(s / c["cap"]) ** 2), {}),
@@ -167,12 +158,12 @@ GRADIENTS: dict[str, Callable[[Any], tuple[Callable[..., Any], dict[str, Callabl
         lambda grad, s, b, h, q, k: grad * c["factor"][h],
         {"factor": lambda grad, s, b, h, q, k: ((h,), grad * s)},
     ),
-    "distance": lambda c: (
+    "symmetric bias": lambda c: (
         lambda grad, s, b, h, q, k: grad,
         {
-            "places": lambda grad, s, b, h, q, k: (
-                (np.stack([q + 0 * k, k + 0 * q])[:, None], np.arange(3)[None, :, None, None]),
-                with_distances(grad, c["places"][q] - c["places"][k]),
+            "bias": lambda grad, s, b, h, q, k: (
+                (np.stack([q + 0 * k, k + 0 * q]), np.stack([k + 0 * q, q + 0 * k])),
+                grad,
             )
         },
     ),
