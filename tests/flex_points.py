@@ -138,14 +138,11 @@ def evaluate(
     return Evaluated(*[x.double() for x in results], found, summed)
 
 
-def compile_alone(text: str, macros: dict[str, int], addresses: Any = (), count: int = 0) -> None:
-    """Compile as for the GPU, and run nothing."""
-    compile_for_the_gpu(text, macros)
-
-
-def compile_for_the_gpu(text: str, macros: dict[str, int], mods: str = "") -> None:
-    """Compile a text, which may include a header of functions by its name in kernels; raise AssertionError
-    with the compiler's log where it has an error.
+def compile_alone(
+    text: str, macros: dict[str, int], addresses: Any = (), count: int = 0, *, mods: str = ""
+) -> None:
+    """Compile as for the GPU a text, which may include a header of functions by its name in kernels; raise
+    AssertionError with the compiler's log where it has an error.
     """
     options = ("-arch=sm_90a", "-std=c++20", *(f"-D{name}={value}" for name, value in macros.items()))
     sources = SourceSet("probe.cu", text.encode(), (*headers(), (HEADER_NAME, mods.encode())))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Iterator
 from itertools import islice
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 import rawmla
+from kit import functions as kit
 
 torch = pytest.importorskip("torch")
 from torch.nn.attention.flex_attention import create_block_mask  # noqa: E402
@@ -18,22 +20,17 @@ from torch.nn.attention.flex_attention import create_block_mask  # noqa: E402
 from rawmla.flex.block_mask import BlockMask, and_masks, noop_mask, or_masks  # noqa: E402
 
 Q_LEN, KV_LEN, SIZE = 1000, 900, 64
-DOCUMENTS = torch.randint(0, 3, (Q_LEN,), generator=torch.Generator().manual_seed(0)).sort().values
-MASKS: dict[str, Callable[..., Any]] = {
-    "causal": lambda b, h, q, k: q >= k,
-    "documents": lambda b, h, q, k: (DOCUMENTS[q] == DOCUMENTS[k]) & (q >= k),
-    "per head": lambda b, h, q, k: (q - k).abs() < 70 + h * 50,
-    "none": lambda b, h, q, k: q < 0,
-}
+MASKS = ("causal", "documents", "per head", "empty")
 LISTS = ("kv", "full_kv", "q", "full_q")
 
 
 def pair(name: str, separate_full_blocks: bool = True) -> tuple[BlockMask, Any]:
     """Our mask and torch's."""
-    theirs = create_block_mask(MASKS[name], 2, 3, Q_LEN, KV_LEN, device="cpu", BLOCK_SIZE=SIZE)
+    function = kit.MASKS[name](kit.Sizes(2, 3, Q_LEN, KV_LEN, device="cpu")).python
+    theirs = create_block_mask(function, 2, 3, Q_LEN, KV_LEN, device="cpu", BLOCK_SIZE=SIZE)
     full = (theirs.full_kv_num_blocks, theirs.full_kv_indices) if separate_full_blocks else (None, None)
     ours = BlockMask.from_kv_blocks(
-        theirs.kv_num_blocks, theirs.kv_indices, *full, SIZE, MASKS[name], (Q_LEN, KV_LEN)
+        theirs.kv_num_blocks, theirs.kv_indices, *full, SIZE, function, (Q_LEN, KV_LEN)
     )
     return ours, theirs
 
@@ -57,7 +54,7 @@ def test_lists_of_numpy() -> None:
     want, _ = pair("per head")
     arrays = [x.numpy() for x in (want.kv_num_blocks, want.kv_indices)]
     full = [x.numpy() for x in (want.full_kv_num_blocks, want.full_kv_indices)]
-    mask = BlockMask.from_kv_blocks(*arrays, *full, SIZE, MASKS["per head"], (Q_LEN, KV_LEN))
+    mask = BlockMask.from_kv_blocks(*arrays, *full, SIZE, want.mask_mod, (Q_LEN, KV_LEN))
     assert str(mask).startswith("BlockMask(shape=(2, 3, 1000, 900), sparsity=")
     for change in (lambda x: x, lambda x: x[1, 0:2], lambda x: x._adjust(500, 300)):
         got, other = change(mask), change(want)
@@ -161,20 +158,12 @@ def test_entries_past_the_count_mean_nothing() -> None:
 
 
 def test_as_tuple_and_to() -> None:
-    class Near(torch.nn.Module):  # type: ignore[misc]
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("most", torch.tensor(9))
-
-        def forward(self, b: Any, h: Any, q: Any, k: Any) -> Any:
-            return q - k < self.most
-
     mask, _ = pair("documents")
     assert mask.as_tuple()[:2] == (Q_LEN, KV_LEN) and mask.as_tuple(flatten=False)[0] == (Q_LEN, KV_LEN)
-    mask.mask_mod = Near()  # a module stays on its device
+    mask.mask_mod = torch.nn.Linear(1, 1)  # a module stays on its device
     moved = mask.to("meta")
     assert moved.kv_indices.device.type == "meta" and moved.mask_mod is mask.mask_mod
-    assert mask.mask_mod.most.device.type == "cpu"
+    assert mask.mask_mod.weight.device.type == "cpu"
 
 
 def test_to_of_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,21 +172,17 @@ def test_to_of_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
     current: list[int] = []
     made: list[Any] = []
 
-    class Device:
-        def __init__(self, ordinal: int) -> None:
-            self.ordinal = ordinal
-
-        def __enter__(self) -> None:
-            current.append(self.ordinal)
-
-        def __exit__(self, *error: object) -> None:
-            current.pop()
+    @contextlib.contextmanager
+    def device(ordinal: int) -> Iterator[None]:
+        current.append(ordinal)
+        yield
+        current.pop()
 
     def asarray(array: Any) -> Any:
         made.append((array, *current))
         return SimpleNamespace(**vars(array))
 
-    monkeypatch.setattr(cupy.cuda, "Device", Device)
+    monkeypatch.setattr(cupy.cuda, "Device", device)
     monkeypatch.setattr(cupy, "asarray", asarray)
     lists = [SimpleNamespace(shape=shape, __cuda_array_interface__={}) for shape in ((1, 1, 2), (1, 1, 2, 3))]
     moved = BlockMask((32, 48), *lists, BLOCK_SIZE=16).to("cuda:1")

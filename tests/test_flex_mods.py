@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 from flex_functions import BIAS, SLOPES, draw, points
-from flex_points import compile_alone, compile_for_the_gpu, evaluate, needs_host_compiler, pack
+from flex_points import compile_alone, evaluate, needs_host_compiler, pack
 
 from rawmla.flex.header import HEADER_NAME, header
 from rawmla.flex.mods import NO_BYTES, Capture, CudaMod, Mod, Number, Place
 
 torch = pytest.importorskip("torch")
+from rawmla.flex.trace import trace  # noqa: E402
 
 MIXED = Mod(
     "const float bias = mod.t1(h, q_idx, kv_idx) * mod.n0;\n"
@@ -26,11 +27,6 @@ MIXED = Mod(
     (Number(0.5, False), Number(-7, True), Number(2.25, False)),
 )
 PLACES = (Place(0x1000, (), ()), Place(0x2000, (4, 50, 60), (3000, 60, 1)), Place(0x3000, (9,), (2,)))
-CODES: tuple[tuple[str, str, dict[str, Any]], ...] = (
-    ("score - slope * (q_idx - kv_idx)", "score_mod", {"slope": 0.5}),
-    ("if (q_idx < kv_idx) return -kInfinity;\nreturn score * scale;", "score_mod", {"scale": 2}),
-    ("q_idx - kv_idx <= width && q_idx < q_len", "mask_mod", {"width": 100}),
-)
 
 
 def compiled(text: str, *conditions: str) -> None:
@@ -43,7 +39,7 @@ extern "C" __global__ void probe(const __grid_constant__ ScoreMod score, const _
 }
 """
     asserts = "".join(f"static_assert({condition});\n" for condition in conditions)
-    compile_for_the_gpu(f'#include "{HEADER_NAME}"\n{asserts}{main}', {}, text)
+    compile_alone(f'#include "{HEADER_NAME}"\n{asserts}{main}', {}, mods=text)
 
 
 @pytest.mark.parametrize(
@@ -109,14 +105,6 @@ def test_numbers() -> None:
         pack(Mod(text, (), (Number(1e39, False), Number(2**63, True))), ())
 
 
-@pytest.mark.parametrize(("code", "kind", "captures"), CODES)
-def test_cuda_text(code: str, kind: str, captures: dict[str, Any]) -> None:
-    mod = CudaMod(code, captures).mod()
-    compiled(header(mod, None) if kind == "score_mod" else header(None, mod))
-    assert [number.source for number in mod.numbers] == list(captures.values())
-    assert not any(repr(value) in mod.text for value in captures.values())
-
-
 @pytest.mark.parametrize(
     ("code", "grad", "line"),
     (
@@ -137,43 +125,46 @@ TABLE = np.zeros(3, np.float32)
 
 
 @pytest.mark.parametrize(
-    ("code", "captures", "gradients", "error", "message"),
+    ("given", "error", "message"),
     (
-        (3, {}, {}, TypeError, "^code: expected CUDA text, got 3"),
-        ("  ", {}, {}, TypeError, "^code: expected CUDA text"),
-        ("score", {"a b": 1}, {}, ValueError, "C identifiers, got 'a b'"),
-        ("score", {"q_idx": 1}, {}, ValueError, "got 'q_idx'"),
-        ("score", {"table": [1, 2]}, {}, TypeError, "expected table to be an array or a number"),
-        ("score", {"gradient_sink": 1}, {}, ValueError, "got 'gradient_sink'"),
+        ((3,), TypeError, "^code: expected CUDA text, got 3"),
+        (("  ",), TypeError, "^code: expected CUDA text"),
+        (("score", {"a b": 1}), ValueError, "C identifiers, got 'a b'"),
+        (("score", {"q_idx": 1}), ValueError, "got 'q_idx'"),
+        (("score", {"table": [1, 2]}), TypeError, "expected table to be an array or a number"),
+        (("score", {"gradient_sink": 1}), ValueError, "got 'gradient_sink'"),
         (
-            "score",
-            {"n": np.uint64(2**63)},
-            {},
+            ("score", {"n": np.uint64(2**63)}),
             ValueError,
             "n to be an int of 64 bits, got 9223372036854775808",
         ),
-        ("score", {"z": np.complex64(1)}, {}, TypeError, "expected z to be an array or a number"),
-        *[
-            ("score", {"table": TABLE, "number": 3.0}, gradients, error, message)
-            for gradients, error, message in (
-                ({"grad": 3}, TypeError, "^grad: expected CUDA text, got 3"),
-                ({"grad": " "}, TypeError, "^grad: expected CUDA text, got ' '"),
-                ({"capture_grads": "table"}, TypeError, "^capture_grads: expected a mapping"),
-                ({"capture_grads": {"other": ("", "1")}}, ValueError, "arrays in captures, got 'other'"),
-                ({"capture_grads": {"number": ("", "1")}}, ValueError, "arrays in captures, got 'number'"),
-                ({"capture_grads": {"table": "grad"}}, TypeError, "table to have indices and a value"),
-                ({"capture_grads": {"table": ("i", "j", "grad")}}, TypeError, "table to have indices and"),
-                ({"capture_grads": {"table": (("i", 3),)}}, TypeError, "table to have indices and a value"),
-                ({"capture_grads": {"table": ("i", " ")}}, ValueError, "expected table to have a value"),
-            )
-        ],
+        (("score", {"z": np.complex64(1)}), TypeError, "expected z to be an array or a number"),
     ),
 )
-def test_refused(
-    code: Any, captures: dict[str, Any], gradients: dict[str, Any], error: type[Exception], message: str
+def test_refused(given: tuple[Any, ...], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        CudaMod(*given)
+
+
+@pytest.mark.parametrize(
+    ("grad", "capture_grads", "error", "message"),
+    (
+        (3, None, TypeError, "^grad: expected CUDA text, got 3"),
+        (" ", None, TypeError, "^grad: expected CUDA text, got ' '"),
+        (None, "table", TypeError, "^capture_grads: expected a mapping"),
+        (None, {"other": ("", "1")}, ValueError, "arrays in captures, got 'other'"),
+        (None, {"number": ("", "1")}, ValueError, "arrays in captures, got 'number'"),
+        (None, {"table": "grad"}, TypeError, "table to have indices and a value"),
+        (None, {"table": ("i", "j", "grad")}, TypeError, "table to have indices and"),
+        (None, {"table": (("i", 3),)}, TypeError, "table to have indices and a value"),
+        (None, {"table": ("i", " ")}, ValueError, "expected table to have a value"),
+    ),
+)
+def test_gradients_that_are_refused(
+    grad: Any, capture_grads: Any, error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        CudaMod(code, captures, **gradients)
+        CudaMod("score", {"table": TABLE, "number": 3.0}, grad=grad, capture_grads=capture_grads)
 
 
 # ---- gradients of CUDA text
@@ -197,7 +188,7 @@ TEXTS: dict[str, tuple[CudaMod, Callable[..., Any], list[tuple[int, bool, bool]]
             grad="const float x = n * grad;\nreturn x * slopes(h); // by it",
             capture_grads={"slopes": ("h // head", "grad * n * score // grad")},
         ),
-        lambda bias, slopes, s, b, h, q, k: s * 2 * slopes[h],
+        lambda s, b, h, q, k: s * 2 * SLOPES[h].float(),
         [(0, False, False)],
         False,
     ),
@@ -211,7 +202,7 @@ TEXTS: dict[str, tuple[CudaMod, Callable[..., Any], list[tuple[int, bool, bool]]
                 "bias": [("0, q_idx, kv_idx", "grad"), ("-1, kv_idx, 5", "grad * slopes(h)")],
             },
         ),
-        lambda bias, slopes, s, b, h, q, k: s + bias[0, q, k] + bias[-1, k, 5] * slopes[h],
+        lambda s, b, h, q, k: s + BIAS[0, q, k] + BIAS[-1, k, 5] * SLOPES[h].float(),
         [(0, True, True), (0, False, True), (1, False, False)],
         True,
     ),
@@ -221,7 +212,7 @@ TEXTS: dict[str, tuple[CudaMod, Callable[..., Any], list[tuple[int, bool, bool]]
             {"sink": 0.0},
             grad="const float value = grad; return value;",
         ),
-        lambda bias, slopes, s, b, h, q, k: s,
+        lambda s, b, h, q, k: s,
         [],
         False,
     ),
@@ -232,27 +223,18 @@ TEXTS: dict[str, tuple[CudaMod, Callable[..., Any], list[tuple[int, bool, bool]]
 @pytest.mark.parametrize("name", TEXTS)
 @pytest.mark.usefixtures("on_the_cpu")
 def test_gradients(name: str) -> None:
+    """They are those of the same function in Python."""
     given, function, sites, is_one = TEXTS[name]
     for tensor in (BIAS, SLOPES):
         tensor.requires_grad_()
-    (scores, at), grads = points(), torch.randn(100, generator=draw(8))
-    exact = [x.detach().double().requires_grad_() for x in (BIAS, SLOPES)]
-    sources = scores.double().requires_grad_()
-    values = torch.stack([function(*exact, s, *x) for s, x in zip(sources, at, strict=True)])
-    (values * grads).sum().backward()
-
-    mod = given.mod(backward=True)
-    evaluate(mod, scores, at, launch=compile_alone)
-    got = evaluate(mod, scores, at, grads)
-    for one in (got.values, got.again):
-        torch.testing.assert_close(one, values.detach(), rtol=2e-5, atol=2e-5)
-    torch.testing.assert_close(got.derivatives * grads, sources.grad, rtol=2e-5, atol=2e-5)
-    for place, gradient in got.gradients.items():
-        pairs = zip(exact, (BIAS, SLOPES), strict=True)
-        (want,) = [x.grad for x, y in pairs if mod.captures[place].array is y]
-        torch.testing.assert_close(gradient.double(), want, rtol=2e-5, atol=1e-4)
-    names = [name for name in ("bias", "slopes") if name in given.captures]
-    assert [capture.name for capture in mod.captures] == names
+    mod, same = given.mod(backward=True), trace(function, "score_mod", backward=True)
+    evaluate(mod, *points(), launch=compile_alone)
+    grads = torch.randn(100, generator=draw(8))
+    results = []
+    for one in (mod, same):
+        *found, _, gradients = evaluate(one, *points(), grads)
+        results.append([*found, {one.captures[i].name.lower(): x for i, x in gradients.items()}])
+    torch.testing.assert_close(*results, rtol=2e-5, atol=2e-5)
     assert mod.backward is not None and [tuple(site) for site in mod.backward.sites] == sites
     assert mod.backward.is_one == is_one
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import re
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -265,25 +265,14 @@ def test_names_of_captured_tensors() -> None:
 
 def test_in_threads() -> None:
     """make_fx patches torch.nn.Module, and puts back what it found there."""
-    unpatched, found = torch.nn.Module.__call__, []
-
-    def run() -> None:
-        for _ in range(10):
-            try:
-                found.append(trace(lambda s, b, h, q, k: s + TABLE[q], "score_mod").text)
-            except AssertionError as error:
-                found.append(str(error))
-
-    threads = [threading.Thread(target=run) for _ in range(2)]
+    unpatched = torch.nn.Module.__call__
     try:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(2) as pool:
+            found = pool.map(lambda _: trace(SCORE_MODS["index captured"], "score_mod").text, range(20))
+        assert set(found) == {trace(SCORE_MODS["index captured"], "score_mod").text}
         assert torch.nn.Module.__call__ is unpatched
     finally:
         torch.nn.Module.__call__ = unpatched
-    assert set(found) == {trace(lambda s, b, h, q, k: s + TABLE[q], "score_mod").text}
 
 
 @pytest.mark.parametrize(
@@ -323,57 +312,49 @@ def _with_number(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
 
 NUMBER = torch.tensor(2.0, requires_grad=True)
 REFUSED = (
-    (_named, NotImplementedError, ("score_mod _named: ", "aten::lgamma")),
-    (functools.partial(_named), NotImplementedError, ("score_mod _named: ", "aten::lgamma")),
-    *[
-        (mod, TypeError, ("<lambda>: expected a function of (score, b, h, q_idx, kv",))
-        for mod in (lambda: 1, lambda s, b, h, q, k, more: s)
-    ],
-    (lambda s, b, h, q, k: s + DOCUMENTS[b].sum(), NotImplementedError, ("50 elements", "16")),
-    (lambda s, b, h, q, k: PLACES[q], ValueError, ("0-d tensor", "[3]")),
-    (
-        lambda s, b, h, q, k: s + TABLE[FLAGS[q]],
-        NotImplementedError,
-        ("aten.nonzero", "depends on values"),
-    ),
+    (_named, NotImplementedError, "score_mod _named: .*aten::lgamma"),
+    (functools.partial(_named), NotImplementedError, "score_mod _named: .*aten::lgamma"),
+    (lambda: 1, TypeError, r"^score_mod .*<lambda>: expected a function of \(score, b, h, q_idx, kv"),
+    (lambda s, b, h, q, k, more: s, TypeError, r"<lambda>: expected a function of \(score, b, h, q_idx, kv"),
+    (lambda s, b, h, q, k: s + DOCUMENTS[b].sum(), NotImplementedError, "50 elements.*16"),
+    (lambda s, b, h, q, k: PLACES[q], ValueError, r"0-d tensor.*\[3\]"),
+    (lambda s, b, h, q, k: s + TABLE[FLAGS[q]], NotImplementedError, "aten.nonzero.*depends on values"),
     (
         lambda s, b, h, q, k: torch.mul(s, 3, out=s * 2),
         NotImplementedError,
-        ("<lambda>: calls aten::mul with out=", "use the tensor that it returns"),
+        "<lambda>: calls aten::mul with out=.*use the tensor that it returns",
     ),
     (
         lambda s, b, h, q, k: torch._foreach_add_([s], 1),
         NotImplementedError,
-        ("calls aten::_foreach_add_", "which kernels do not have"),
+        "calls aten::_foreach_add_.*which kernels do not have",
     ),
     (
         lambda s, b, h, q, k: torch.cond(q > k, lambda x: x * 2, lambda x: x + 1, (s,)),
         NotImplementedError,
-        ("score_mod", "cond", "operator with functions"),
+        "score_mod.*cond.*operator with functions",
     ),
 )
 REFUSED_GRADIENTS = (
-    (lambda s, b, h, q, k: s.expand(3), ValueError, ("0-d tensor", "[3]")),
-    (lambda s, b, h, q, k: None, ValueError, ("0-d tensor", "NoneType")),
-    (lambda s, b, h, q, k: s // 0.5, NotImplementedError, ("floor_divide", "no gradients")),
-    (_named, NotImplementedError, ("aten::lgamma",)),
-    (_with_number, ValueError, ("score_mod _with_number", "on the device of query", "number on the CPU")),
+    (lambda s, b, h, q, k: s.expand(3), ValueError, r"0-d tensor.*\[3\]"),
+    (lambda s, b, h, q, k: None, ValueError, "0-d tensor.*NoneType"),
+    (lambda s, b, h, q, k: s // 0.5, NotImplementedError, "no gradients.*floor_divide"),
+    (_named, NotImplementedError, "aten::lgamma"),
+    (_with_number, ValueError, "score_mod _with_number.*on the device of query.*number on the CPU"),
 )
 
 
 @pytest.mark.parametrize(
-    ("mod", "kind", "backward", "error", "texts"),
+    ("kind", "backward", "mod", "error", "text"),
     (
-        *[(mod, "score_mod", False, *rest) for mod, *rest in REFUSED],
-        *[(mod, "score_mod", True, *rest) for mod, *rest in REFUSED_GRADIENTS],
-        (_mask, "mask_mod", False, NotImplementedError, ("mask_mod _mask: ", "aten::i0")),
+        *[("score_mod", False, *row) for row in REFUSED],
+        *[("score_mod", True, *row) for row in REFUSED_GRADIENTS],
+        ("mask_mod", False, _mask, NotImplementedError, "mask_mod _mask: .*aten::i0"),
     ),
 )
-def test_refused(mod: Any, kind: Any, backward: bool, error: type[Exception], texts: tuple[str, ...]) -> None:
-    with pytest.raises(error) as caught:
+def test_refused(kind: Any, backward: bool, mod: Any, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=f"(?s){text}"):
         trace(mod, kind, backward=backward)
-    for text in texts:
-        assert text in str(caught.value)
 
 
 def _of(make: Callable[[Any], Any], change: Callable[[Any], Any]) -> Callable[..., Any]:
