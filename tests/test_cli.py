@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 from jit_project import Project, tiny
@@ -19,8 +20,10 @@ from jit_project import Project, tiny
 import rawmla
 from rawmla import cli, report
 from rawmla.errors import NoGPUError, NVRTCNotFoundError
-from rawmla.jit import KernelSpec, builder, nvrtc
+from rawmla.jit import builder, nvrtc
 from rawmla.jit.driver import DeviceInfo
+
+Run = Callable[..., Any]
 
 
 @pytest.fixture
@@ -40,9 +43,21 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Project:
     return made
 
 
-def test_compile_fills_the_cache(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["compile"]) == 0
-    out, progress = capsys.readouterr()
+@pytest.fixture
+def run(project: Project, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs a command, which has to end with a status, and returns what it prints."""
+
+    def run(status: int, *arguments: object) -> Any:
+        capsys.readouterr()
+        assert cli.main([str(argument) for argument in arguments]) == status
+        return capsys.readouterr()
+
+    return run
+
+
+def test_compile_fills_the_cache(project: Project, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table is whole whatever the width of the terminal: a number that is cut off is a wrong number."""
+    out, progress = run(0, "compile")
     header, first, second, last = out.splitlines()
     assert "2/2" in progress
     assert header.split()[:2] == ["kernel", "regs"]
@@ -50,58 +65,37 @@ def test_compile_fills_the_cache(project: Project, capsys: pytest.CaptureFixture
     assert first.split()[-1] == second.split()[-1] == "compiled"
     assert last == f"2 of 2 kernels ready (2 compiled); cache: {project.cache_dir}"
     assert len(project.entries()) == 2
-    assert cli.main(["compile", "--all"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[-1] for line in lines[1:4]] == ["cache", "cache", "compiled"]
+    monkeypatch.setenv("COLUMNS", "20")
+    header, *rows, _ = run(0, "compile", "--all").out.splitlines()
+    assert [row.split()[-1] for row in rows] == ["cache", "cache", "compiled"]
+    assert {len(row) for row in rows} == {len(header)} and {len(row.split()) for row in rows} == {7}
 
 
-def test_compile_only_some(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["compile", "--only", "FACTOR=[23]"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+def test_compile_only_some(run: Run) -> None:
+    lines = run(0, "compile", "--only", "FACTOR=[23]").out.splitlines()
     assert [line.split()[0] for line in lines[1:3]] == ["tiny[FACTOR=2]", "tiny[FACTOR=3]"]
     assert lines[3].startswith("2 of 2 kernels ready")
     for regex, text in (("huge", "a match with a kernel that --all compiles"), ("(", "a regular expression")):
-        assert cli.main(["compile", "--only", regex]) == 1
-        assert capsys.readouterr().err.startswith(f"error: --only: expected {text}, got {regex!r}")
+        said = run(1, "compile", "--only", regex).err
+        assert said.startswith(f"error: --only: expected {text}, got {regex!r}")
 
 
-def test_compile_to_a_folder(
-    project: Project, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compile_to_a_folder(project: Project, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = project.root / "deep" / "cubins"
-    assert cli.main(["compile", "--all", "--out", str(folder)]) == 0
-    assert f"3 of 3 kernels written to {folder}" in capsys.readouterr().out
+    assert f"3 of 3 kernels written to {folder}" in run(0, "compile", "--all", "--out", folder).out
     assert len(list(folder.glob("*/kernel.cubin"))) == 3
     monkeypatch.setenv("RAWMLA_CUBIN_DIR", str(folder))
     monkeypatch.setattr(nvrtc, "version", lambda: pytest.fail("NVRTC was asked"))
     assert {builder.build(tiny(factor)).meta["origin"] for factor in (1, 2, 3)} == {"prebuilt"}
 
 
-def test_compile_failure_is_shown_and_the_others_are_built(
-    project: Project, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_compile_failure_is_shown_and_the_others_are_built(project: Project, run: Run) -> None:
     project.write(
         "kernels/tiny.cu",
         '#if FACTOR == 2\n#error "two is wrong"\n#endif\nextern "C" __global__ void tiny() {}\n',
     )
-    assert cli.main(["compile", "--all"]) == 1
-    captured = capsys.readouterr()
-    assert "2 of 3 kernels" in captured.out
-    assert "two is wrong" in captured.err and "-DFACTOR=2" in captured.err
-
-
-def test_the_table_is_complete_and_aligned(
-    project: Project, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whatever the width of the terminal: a number that is cut off is a wrong number."""
-    name = "A_DEFINE_WITH_A_NAME_THAT_ALONE_FILLS_MOST_OF_THE_LINE_OF_A_TERMINAL"
-    spec = KernelSpec("tiny", (("FACTOR", 1), (name, 123)), 128, 0)
-    monkeypatch.setattr(rawmla.kernels, "default_specs", lambda: [tiny(2), spec])
-    monkeypatch.setenv("COLUMNS", "20")
-    assert cli.main(["compile"]) == 0
-    header, *rows, _ = capsys.readouterr().out.splitlines()
-    assert rows[1].startswith(spec.label) and len({len(line) for line in (header, *rows)}) == 1
-    assert all(len(row.split()) == 7 for row in rows)
+    out, err = run(1, "compile", "--all")
+    assert "2 of 3 kernels" in out and "two is wrong" in err and "-DFACTOR=2" in err
 
 
 def test_ctrl_c_ends_at_once(
@@ -141,53 +135,45 @@ def raising(error: Exception) -> Callable[..., None]:
 
 @pytest.mark.parametrize("fault", ["folder in a file", "cache for others", "read-only"])
 def test_a_place_that_cannot_be_used_is_said_first(
-    project: Project, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, fault: str
+    project: Project, run: Run, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     """Before anything is compiled, which takes minutes. What need not be compiled is no error."""
-    out: list[str] = []
+    out: list[object] = []
     if fault == "folder in a file":
         (project.root / "file").write_text("")
-        out = ["--out", str(project.root / "file" / "below")]
+        out = ["--out", project.root / "file" / "below"]
         text = f"--out: {out[1]} cannot be written ("
     elif fault == "cache for others":
         project.cache_dir.mkdir()
         project.cache_dir.chmod(0o777)
         text = f"{project.cache_dir} is writable for others (mode 0777); `chmod go-w` it"
     else:
-        assert cli.main(["compile"]) == 0
+        run(0, "compile")
         monkeypatch.setattr(tempfile, "mkdtemp", raising(OSError(30, "Read-only file system")))
-        assert cli.main(["compile"]) == 0
+        run(0, "compile")
         text = f"{project.cache_dir} cannot be written ([Errno 30] Read-only file system)"
     monkeypatch.setattr(nvrtc, "compile_source", lambda *arguments: pytest.fail("compiled"))
-    capsys.readouterr()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert cli.main(["compile", "--all", *out]) == 1
-    captured = capsys.readouterr()
-    assert f"error: {text}" in captured.err and captured.out == ""
-    assert out or captured.err.rstrip().endswith("RAWMLA_CACHE_DIR names another folder")
+        said = run(1, "compile", "--all", *out)
+    assert f"error: {text}" in said.err and said.out == ""
+    assert out or said.err.rstrip().endswith("RAWMLA_CACHE_DIR names another folder")
 
 
-def test_compile_that_keeps_nothing_is_a_failure(
-    project: Project, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compile_that_keeps_nothing_is_a_failure(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """A disk that is full by the time that a kernel is there."""
     monkeypatch.setattr(Path, "write_bytes", raising(OSError("No space left")))
     with pytest.warns(RuntimeWarning, match="No space left"):
-        assert cli.main(["compile"]) == 1
-    assert "error: 2 of them could not be kept" in capsys.readouterr().err
+        assert "error: 2 of them could not be kept" in run(1, "compile").err
 
 
-def test_what_is_missing_is_said(
-    project: Project, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_missing_is_said(project: Project, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Errors end `compile`, and are lines of `info`, which says what works here."""
     monkeypatch.setattr(report, "get_driver", raising(NoGPUError("there is no driver")))
     folder = project.root / "cubins"
-    cli.main(["compile", "--out", str(folder)])
+    run(0, "compile", "--out", folder)
     monkeypatch.setenv("RAWMLA_CUBIN_DIR", str(folder))
-    assert cli.main(["info"]) == 0
-    out = capsys.readouterr().out
+    out = run(0, "info").out
     for part in (
         *(f"rawmla {rawmla.__version__}", sys.version.split()[0], "numpy", "RAWMLA_CACHE_DIR  "),
         *(str(project.cache_dir), str(project.sources), f"{folder} (2 entries)"),
@@ -197,31 +183,24 @@ def test_what_is_missing_is_said(
     with monkeypatch.context() as nothing:
         nothing.setattr(report, "_import", lambda name, purpose: None)
         nothing.setattr(report.util, "find_spec", lambda name: None)
-        assert cli.main(["info"]) == 0
-    text = 'no: torch is not installed (`pip install -e ".[torch]"` in a checkout of rawmla)'
-    assert text in capsys.readouterr().out
+        text = 'no: torch is not installed (`pip install -e ".[torch]"` in a checkout of rawmla)'
+        assert text in run(0, "info").out
     monkeypatch.setenv("RAWMLA_CACHE_MAX_MB", "lots")
-    assert cli.main(["compile"]) == 1
-    assert "RAWMLA_CACHE_MAX_MB" in capsys.readouterr().err
-    assert cli.main(["info"]) == 0
-    assert "RAWMLA_CACHE_MAX_MB: expected" in capsys.readouterr().out
+    assert "RAWMLA_CACHE_MAX_MB" in run(1, "compile").err
+    assert "RAWMLA_CACHE_MAX_MB: expected" in run(0, "info").out
     monkeypatch.delenv("RAWMLA_CACHE_MAX_MB")
     monkeypatch.delenv("RAWMLA_CUBIN_DIR")
     monkeypatch.setattr(nvrtc, "version", raising(NVRTCNotFoundError("there is no NVRTC")))
-    assert cli.main(["compile"]) == 1
-    assert "error: there is no NVRTC" in capsys.readouterr().err
+    assert "error: there is no NVRTC" in run(1, "compile").err
 
 
-def test_info_without_a_home(
-    project: Project, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_info_without_a_home(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """The cache that cannot be used is named with the reason."""
     monkeypatch.setattr("pwd.getpwuid", raising(KeyError()))
     for name in ("HOME", "XDG_CACHE_HOME", "RAWMLA_CACHE_DIR"):
         monkeypatch.delenv(name, raising=False)
     builder._default_builder.cache_clear()
-    assert cli.main(["info"]) == 0
-    assert "not used: ~/.cache/rawmla cannot be used, because" in capsys.readouterr().out
+    assert "not used: ~/.cache/rawmla cannot be used, because" in run(0, "info").out
 
 
 @pytest.fixture
@@ -235,54 +214,34 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> list[DeviceInfo]:
     return infos
 
 
-def test_info_with_gpus(
-    project: Project,
-    gpus: list[DeviceInfo],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_info_with_gpus(gpus: list[DeviceInfo], run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report, "_import", lambda name, purpose: None)
-    assert cli.main(["info"]) == 0
-    out = capsys.readouterr().out
+    out = run(0, "info").out
     assert "NVIDIA H200, compute 9.0, 132 SMs" in out and "NVIDIA L4, compute 8.9" in out
     assert "for CUDA up to 13.0" in out and "yes, on device 0" in out
     monkeypatch.setattr(nvrtc, "version", lambda: "14.1.2")
-    cli.main(["info"])
-    assert '`pip install -e ".[cu13]"` in a checkout of rawmla instead' in capsys.readouterr().out
+    assert '`pip install -e ".[cu13]"` in a checkout of rawmla instead' in run(0, "info").out
     gpus[0] = gpus[1]
-    cli.main(["info"])
-    assert "no: device 0 (NVIDIA L4) has compute capability 8.9" in capsys.readouterr().out
+    assert "no: device 0 (NVIDIA L4) has compute capability 8.9" in run(0, "info").out
 
 
-@pytest.mark.parametrize(
-    ("version", "cuda", "text"),
-    [
-        ("2.13.0+cpu", None, "no: torch 2.13.0+cpu was built without CUDA"),
-        ("2.13.0+cu130", "13.0", "yes, torch 2.13.0+cu130 for CUDA 13.0"),
-        (
-            *("2.15.0", "14.1"),
-            "no: torch 2.15.0 for CUDA 14.1 needs a newer driver than this one for CUDA 13.0",
-        ),
-    ],
-)
+@pytest.mark.usefixtures("gpus")
 def test_info_knows_what_torch_was_built_for(
-    project: Project,
-    gpus: list[DeviceInfo],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    version: str,
-    cuda: str | None,
-    text: str,
+    project: Project, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From the file that torch itself reads; torch is not imported for it."""
     package = project.root / "site" / "torch"
     package.mkdir(parents=True)
     (package / "__init__.py").write_text("raise AssertionError('imported')\n")
-    (package / "version.py").write_text(f"__version__ = {version!r}\ncuda = {cuda!r}\n")
     monkeypatch.syspath_prepend(str(package.parent))
     monkeypatch.delitem(sys.modules, "torch", raising=False)
-    assert cli.main(["info"]) == 0
-    assert text in capsys.readouterr().out
+    for version, cuda, text in (
+        ("2.13.0+cpu", None, "no: torch 2.13.0+cpu was built without CUDA"),
+        ("2.13.0+cu130", "13.0", "yes, torch 2.13.0+cu130 for CUDA 13.0"),
+        ("2.15.0", "14.1", "no: torch 2.15.0 for CUDA 14.1 needs a newer driver than this one for CUDA 13.0"),
+    ):
+        (package / "version.py").write_text(f"__version__ = {version!r}\ncuda = {cuda!r}\n")
+        assert text in run(0, "info").out
     assert "torch" not in sys.modules
 
 

@@ -12,13 +12,11 @@ ROOT = Path(__file__).resolve().parents[1]
 API_PAGE = ROOT / "docs" / "api.md"
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 KERNEL_PAGES = sorted((ROOT / "docs" / "kernels").glob("*.md"))
-MADE_ON_THE_GPU_MACHINE = {"docs/gpu-record.json", "docs/roofline.png"}
 OTHER_PROGRAMS_OPTIONS = {"--quiet", "--editable", "--no-deps", "--dist", "--maxschedchunk"}
 OWN_OPTIONS_OF_PYTEST = {"--full"}  # tests/conftest.py
 ENGINES_OPTIONS = {"--attention-backend", "--model-path", "--dsa-prefill-backend", "--dsa-decode-backend"}
 NEED_TORCH = {"--sources"}  # of tests/contracts/record.py, which does not start without torch
-FILES_TO_WRITE = {"NAME.cu", "NAME.py", "trace.py"}  # "how to add" in docs/contributing.md
-FILES_OF_READERS = {"script.py"}
+FILES_OF_READERS = {"NAME.cu", "NAME.py", "script.py"}
 CUDA_FOLDERS = ("common", "ptx", "layout", "mla", "mha", "flex", "kernels")  # as in docs/architecture.md
 TOP_LEVEL = ("cuda_src", "docs", "examples", "rawmla", "scripts", "tests")
 MAX_COLUMNS = {"README.md": 120, "CHANGELOG.md": 160}
@@ -75,20 +73,25 @@ def test_the_map_of_calls_has_every_kernel() -> None:
     assert named == {path.stem for path in (ROOT / "cuda_src" / "kernels").glob("*.cu")}
 
 
-def code_spans(text: str) -> list[str]:
-    """Inline code of a page; fenced blocks are left out."""
-    return re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+def unfenced(page: Path) -> str:
+    """The text of a page without fenced blocks."""
+    return re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+
+
+def code_spans(page: Path) -> str:
+    """Inline code of a page."""
+    return " ".join(re.findall(r"`([^`\n]+)`", unfenced(page)))
 
 
 @pages
 def test_files_exist(page: Path) -> None:
     """Paths from the root of the tree, and source files that a page names without their folder."""
-    spans = " ".join(code_spans(page.read_text()))
+    spans = code_spans(page)
     for name in set(re.findall(rf"(?<![\w/.-])((?:{'|'.join(TOP_LEVEL)})/[\w./-]*[\w/])", spans)):
-        assert name in MADE_ON_THE_GPU_MACHINE or (ROOT / name).exists(), f"{page.name} names {name}"
+        assert (ROOT / name).exists(), f"{page.name} names {name}"
     known = {path.name for top in TOP_LEVEL for path in (ROOT / top).rglob("*") if path.is_file()}
     for name in re.findall(r"(?<![\w*./-])(?:\w+/)*(\w+\.(?:cuh|cu|py))(?![\w*])", spans):
-        assert name in known | FILES_TO_WRITE | FILES_OF_READERS, f"{page.name} names {name}"
+        assert name in known | FILES_OF_READERS, f"{page.name} names {name}"
 
 
 def test_cuda_folders_use_those_above_them() -> None:
@@ -124,13 +127,6 @@ def test_the_map_of_the_tree_is_that_of_the_tree() -> None:
             assert names == there - ({"__init__.py"} if folder else {"__main__.py"}), folder or "rawmla"
 
 
-def headings(page: Path) -> set[str]:
-    """What links to headings of a page end in, as GitHub makes it."""
-    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
-    titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", title).strip().lower().replace(" ", "-") for title in titles}
-
-
 @pages
 def test_links_exist(page: Path) -> None:
     for target, heading in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)", page.read_text()):
@@ -138,13 +134,14 @@ def test_links_exist(page: Path) -> None:
             continue
         linked = page.parent / target if target else page
         assert linked.exists(), f"{page.name} links to {target}"
-        if heading:
-            assert heading in headings(linked), f"{page.name} links to {target}#{heading}"
+        titles = re.findall(r"^#+ (.+)$", unfenced(linked), re.MULTILINE) if heading else []
+        made = {re.sub(r"[^\w\- ]", "", title).strip().lower().replace(" ", "-") for title in titles}
+        assert not heading or heading in made, f"{page.name} links to {target}#{heading}"
 
 
 def test_names_exist() -> None:
     """Names of rawmla in the code spans of pages, and anywhere in examples."""
-    texts = {page.name: " ".join(code_spans(page.read_text())) for page in PAGES}
+    texts = {page.name: code_spans(page) for page in PAGES}
     texts |= {path.name: path.read_text() for path in (ROOT / "examples").glob("*.py")}
     for page, text in texts.items():
         for name in set(re.findall(r"(?<![\w./-])rawmla(?:\.[A-Za-z_]\w*)+", text)):

@@ -9,21 +9,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
 LONGER = (ROOT / "docs" / "examples.md").read_text()
-FURTHER = ("decode example", "sparse example", "prefill example", "dense attention example")
-"""The blocks of docs/examples.md, which continue README's first one."""
-
-
-def block_after(marker: str, page: str = README) -> str:
-    """The fenced block that follows an HTML comment."""
-    found = re.search(rf"<!-- {re.escape(marker)} -->\n```\w+\n(.*?)```", page, re.DOTALL)
-    assert found, f"the page has no block marked {marker!r}"
-    return found.group(1)
-
-
-def blocks() -> dict[str, str]:
-    """Return README's blocks in the order of the page, then the blocks of docs/examples.md."""
-    here = {marker: block_after(marker) for marker in ("example", "flex example")}
-    return here | {marker: block_after(marker, LONGER) for marker in FURTHER}
+BLOCKS = dict(re.findall(r"<!-- ([\w :]+) -->\n```\w+\n(.*?)```", README + LONGER, re.DOTALL))
+"""The fenced blocks that follow an HTML comment. Those of docs/examples.md continue README's first one."""
+EXAMPLES = {marker: text for marker, text in BLOCKS.items() if marker.endswith("example")}
 
 
 def test_the_line_to_change_is_where_the_page_says() -> None:
@@ -35,7 +23,7 @@ def test_the_line_to_change_is_where_the_page_says() -> None:
 
 def test_every_python_block_is_run_and_short() -> None:
     found = re.findall(r"```python\n(.*?)```", README + LONGER, re.DOTALL)
-    assert found == list(blocks().values())
+    assert found == list(EXAMPLES.values())
     assert all(len([line for line in text.splitlines() if line.strip()]) <= 15 for text in found)
 
 
@@ -45,8 +33,7 @@ def test_examples_on_the_reference() -> None:
     Shapes are as the comments say; results are finite, but for the request without tokens.
     """
     torch = pytest.importorskip("torch")
-    pieces = blocks()
-    text = "".join(pieces[marker] for marker in ("example", *FURTHER, "flex example"))
+    text = "".join(sorted(EXAMPLES.values(), key=lambda text: "flex_out" in text))  # which replaces q
     for old, new in (
         ("rawmla.warmup()\n", ""),
         ("import torch, rawmla\n", "import torch\nfrom rawmla import reference as rawmla\n"),
@@ -90,6 +77,6 @@ def test_examples_on_the_reference() -> None:
 def test_commands() -> None:
     """A line each; the check without a GPU runs the one of the tests."""
     for name in ("bench", "test"):
-        assert block_after(f"command: {name}") == f"bash scripts/{name}.sh\n"
+        assert BLOCKS[f"command: {name}"] == f"bash scripts/{name}.sh\n"
     script = (ROOT / ".ci" / "run").read_text()
     assert "<!-- command: $1 -->" in script and "readme_command test\n" in script

@@ -23,6 +23,8 @@ from bench import ahead, check, emulated, families, pages, record, run, tables, 
 
 CEILINGS = [{"matmul_tflops": 700.0, "copy_gbps": 4200.0}, {"matmul_tflops": 720.0, "copy_gbps": 4240.0}]
 STORED = tables.peers("NVIDIA H200")
+MACHINE = {"device": "NVIDIA H200", "driver": "0", "gpus": 1, "cores": 16, "nvrtc": "13.0"}
+MACHINE |= {"torch": "2", "cupy": "14"}
 SLOWER = "decode-b128-q1-k8192-h64-bf16-fixed"
 """A case that FlashAttention-3 has a stored time of: 282.2 µs; FlashMLA's is 299.6 µs."""
 BESIDE = "mha-b2-s8192-h16-d128-causal-bf16-fixed"
@@ -54,8 +56,7 @@ def made_up_rows() -> list[dict[str, Any]]:
 
 def made_up_part(stage: str, rows: list[dict[str, Any]], machine: Any = (), **more: Any) -> record.Part:
     """A part of a record."""
-    there = {"device": "NVIDIA H200", "driver": "0", "gpus": 1, "cores": 16, "nvrtc": "13.0"}
-    there |= {"torch": "2", "cupy": "14"} | dict(machine)
+    there = MACHINE | dict(machine)
     part = {"stage": stage, "begin": "2000-01-01T00:00:00+00:00", "source_sha256": "0" * 64, "ended": True}
     part |= {"git_commit": "c" * 40, "machine": there, "options": {"bench_args": "--replays 7"}, "seconds": 5}
     part |= {"rows": rows}
@@ -245,11 +246,8 @@ def test_speeds() -> None:
     family = families.family_of(BESIDE)
     headings, first, second = tables.family_cells(family, rows, stored)
     shown = dict(zip(headings, first, strict=True))
-    assert (
-        shown["case"] == BESIDE
-        and shown["rested µs"] == "100.0"
-        and shown["cuDNN beside rested µs"] == "110.0"
-    )
+    assert shown["case"] == BESIDE and shown["rested µs"] == "100.0"
+    assert shown["cuDNN beside rested µs"] == "110.0"
     assert shown["better / ours, rested"] == "1.100" and shown["rawmla beside sustained µs"] == "120.0"
     assert dict(zip(headings, second, strict=True))["better / ours, sustained"] == "-"
     assert "metadata µs" not in headings, "a column without a figure"
@@ -275,13 +273,7 @@ def test_tables_fit_a_terminal() -> None:
 def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert run.main(["--list", "--cases", "metadata-b4096|merge-p2-b1-"]) == 0
     assert capsys.readouterr().out.split() == ["metadata-b4096", "merge-p2-b1-h128-bfloat16"]
-    for words in (
-        "--replays 4",
-        "--sustain-seconds -1",
-        "--sustain-seconds inf",
-        "--cases (",
-        "--cases no-such-case",
-    ):
+    for words in ("--replays 4", "--sustain-seconds -1", "--sustain-seconds inf", "--cases (", "--cases no"):
         with pytest.raises(SystemExit) as error:
             run.main(words.split())
         assert error.value.code == 2, words
@@ -294,7 +286,6 @@ def test_a_timed_run(
     from bench import measure
 
     ceilings = iter(CEILINGS[:1])
-
     path = tmp_path / "run.json"
     begun: list[str] = []
 
@@ -309,17 +300,16 @@ def test_a_timed_run(
 
     for family in families.FAMILIES:
         monkeypatch.setitem(vars(family), "measure", time_case)
-    machine = made_up_part("bench", [])["machine"]
     for module, name, value in (
         (record, "why_no_timing", lambda: None),
-        (record, "describe_machine", lambda: machine),
+        (record, "describe_machine", lambda: MACHINE),
         (run, "compile_kernels", lambda: ["does not compile: x"]),
         (measure, "measure_ceilings", lambda replays: next(ceilings)),
     ):
         monkeypatch.setattr(module, name, value)
     assert run.main(["--cases", "^metadata-b(1|32|128)$", "--json", str(path)]) == 1
     (part,) = record.read(path)
-    assert part["ended"] and not part["good"] and part["machine"] == machine
+    assert part["ended"] and not part["good"] and part["machine"] == MACHINE
     assert part["errors"] == [
         "does not compile: x",
         "metadata-b32: RuntimeError: no memory",
@@ -421,14 +411,15 @@ def small_tree(root: Path, monkeypatch: pytest.MonkeyPatch, **files: str) -> Non
     for name in ("PYTEST_XDIST_WORKER", "PYTEST_XDIST_TESTRUNUID"):  # of the run that this test is in
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(check, "ROOT", root)
-    monkeypatch.setattr(record, "RECORD", root / "record.json")
+    monkeypatch.setattr(record, "describe_machine", lambda: MACHINE)
 
 
 def stage_of(stage: str, root: Path, *arguments: str) -> tuple[bool, record.Part]:
-    """What a stage says, and the part that it writes."""
-    options = check.parse_arguments(["--record", str(root / "record.json"), *arguments])
-    part = made_up_part(stage, [], ended=False)
-    return check.RUNS[stage](options, part, lambda: record.write([part], options.record)), part
+    """Whether a stage is good, and the part that it writes. Without rows it writes none."""
+    path = root / "record.json"
+    path.unlink(missing_ok=True)
+    good = check.main(["--record", str(path), "--stage", stage, *arguments]) == 0
+    return good, record.read(path)[0] if path.exists() else {"rows": []}
 
 
 FULL = "import pytest\ndef test_one(): pass\n@pytest.mark.full\ndef test_two(): pass\n"
@@ -444,8 +435,9 @@ def test_the_tests_of_a_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         *(f"tests/{name}.py" for name in ("test_emulated_c", "test_b", "test_host_time", "gpu/test_a"))
     ]
     monkeypatch.setattr(check, "TOGETHER", "-n 2")
-    good, part = stage_of("tests", tmp_path, "--tests", "tests/test_")
-    assert good and record.read(tmp_path / "record.json") == [record.sealed(part)]
+    good, part = stage_of("tests", tmp_path, "--tests", "tests/test_", "--commit", "c")
+    assert good and part["good"] and part["ended"] and part["machine"] == MACHINE
+    assert part["options"] == {"tests": "tests/test_"} and part["git_commit"] == "c"
     counts = {row["file"]: tuple(row[key] for key in record.COUNTS) for row in part["rows"]}
     assert counts == {
         "tests/test_b.py": (2, 0, 0),
@@ -654,28 +646,24 @@ def test_what_runs_again_is_kept_beside_the_first_result(
 
 
 def test_a_call_of_every_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A part for each stage that had a row, with options and verdict; a later call adds to them."""
-    machine = made_up_part("tests", [])["machine"]
-    monkeypatch.setattr(record, "describe_machine", lambda: machine)
+    """A part for each stage that had a row, whatever the stages before it say; a later call adds to them."""
+    monkeypatch.setattr(record, "describe_machine", lambda: MACHINE)
 
-    def stage(good: bool, rows: list[Any]) -> Any:
+    def stage(good: bool, *rows: Any) -> Any:
         def run(_: Any, part: record.Part, save: Any) -> bool:
             part["rows"] += rows
             return good
 
         return run
 
-    tests = stage(True, [file_row("tests/test_a.py", 1)])
-    sanitizer = stage(False, [{"tool": "memcheck", "clean": False}])
-    monkeypatch.setattr(check, "RUNS", {"bench": stage(False, []), "tests": tests, "sanitizer": sanitizer})
+    tests = stage(True, file_row("tests/test_a.py", 1))
+    sanitizer = stage(False, {"tool": "memcheck", "clean": False})
+    monkeypatch.setattr(check, "RUNS", {"bench": stage(False), "tests": tests, "sanitizer": sanitizer})
     path = tmp_path / "record.json"
-    assert check.main(["--record", str(path), "--tests", "a", "--commit", "c"]) == 1
-    found = [(part["stage"], part["good"], part["ended"]) for part in record.read(path)]
-    assert found == [("tests", True, True), ("sanitizer", False, True)]
-    part = record.read(path)[0]
-    assert part["options"]["tests"] == "a" and part["git_commit"] == "c" and part["machine"] == machine
+    assert check.main(["--record", str(path)]) == 1
     assert check.main(["--record", str(path), "--stage", "tests"]) == 0
-    assert [part["stage"] for part in record.read(path)] == ["tests", "sanitizer", "tests"]
+    found = [(part["stage"], part["good"], part["ended"]) for part in record.read(path)]
+    assert found == [("tests", True, True), ("sanitizer", False, True), ("tests", True, True)]
     path.write_text(path.read_text().replace('"passed": 1', '"passed": 2', 1))
     assert check.main(["--record", str(path), "--stage", "tests"]) == 2
 
