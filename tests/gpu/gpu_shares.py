@@ -23,7 +23,7 @@ SMALL = 0.6
 """Of the memory, for the small shares of all processes. What neither these nor the large ones take is for
 CUDA contexts, CuPy and the programs that tests start.
 """
-LARGE = 0.13
+LARGE = 0.15
 """Of the memory, for a large share, in addition to the small one of its process."""
 LARGE_SHARES = 2
 KEPT_BYTES = 1 << 30

@@ -279,9 +279,7 @@ def reference(inputs: FlexInputs, dtype: Any = None, captures: Any = None) -> tu
         most = scores.amax(-1)
         weights = torch.softmax(scores, dim=-1).masked_fill((most == -inf)[..., None], 0.0)
         out[request, head] = weights.to(dtype) @ values
-        largest = most.detach().masked_fill(
-            most == -inf, 0.0
-        )  # else -1e9 would hide the sum
+        largest = most.detach().masked_fill(most == -inf, 0.0)  # else -1e9 would hide the sum
         lse[request, head] = (torch.logsumexp(scores - largest[..., None], dim=-1) + largest).double()
         top[request, head] = most.double()
     return out, lse, top

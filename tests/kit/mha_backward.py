@@ -206,6 +206,7 @@ def _add_gradients(
         else:
             lse = _heads(arrays["lse"], own, empty).to(exact)
         weights = torch.exp(scores - lse[..., None])
+        del scores  # here and below: a single head may have 1.6e8 scores
         kept, share = torch.ones_like(lse), torch.zeros_like(lse)
         if inputs.attn_sink is not None:
             sink = inputs.attn_sink.to(exact)[head, None]
@@ -217,8 +218,8 @@ def _add_gradients(
         else:
             out = _heads(arrays["out"], own, empty).to(exact)
         dots = (dout * out).sum(-1)
-        ds = p * (dp - dots[..., None])
-        factors = (dp - dots[..., None]).abs()  # of P times the slope, which is rounded, in dS
+        dp -= dots[..., None]
+        ds, factors = p * dp, dp.abs()  # of P times the slope, which is rounded, in dS
         terms = p * norms(dout) * (norms(values).mT + norms(out))
         if arrays["dlse"] is not None:
             dlse = _heads(arrays["dlse"], own, empty).to(exact)[..., None]
@@ -237,7 +238,7 @@ def _add_gradients(
         # dS is rounded before or after the scale.
         lost = FLOAT32 * scale * terms + least * (max(scale, 1.0) + scale * factors)
         smallest = torch.full_like(lost, least)
-        del scores, weights, dp, ds, terms, factors  # a single head may have 1.6e8 scores
+        del weights, dp, ds, terms, factors
         for squares, of_ds, of_p in ((sizes, scale * off_ds, off_p * p), (floors, lost, smallest)):
             of_ds, of_p = (x.masked_fill(hidden, 0.0).square() for x in (of_ds, of_p))
             _add(squares[0], own, (of_ds @ norms(keys).square())[..., 0])
