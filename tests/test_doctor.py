@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pytest import CaptureFixture, MonkeyPatch
 from test_engines import set_version, write
 from test_vllm import install_entry_points
 
@@ -24,7 +25,7 @@ Environment = Callable[..., doctor.Diagnosis]
 
 
 @pytest.fixture
-def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Environment:
+def environment(tmp_path: Path, monkeypatch: MonkeyPatch) -> Environment:
     """Diagnoses an environment with these distributions, variables, and rawmla's entry points or not."""
     monkeypatch.setattr(report, "collect", lambda: dict(WORKING))
     monkeypatch.setattr(report, "torch_build", lambda: None)
@@ -162,7 +163,7 @@ ANOTHER_CUDA = "torch 2.14.0 is for CUDA 13.0, but rawmla was installed with"
 )
 def test_what_does_not_work_is_a_problem(
     environment: Environment,
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: MonkeyPatch,
     versions: dict[str, str],
     cuda: str | None,
     works: dict[str, Any],
@@ -184,9 +185,7 @@ def test_whose_flash_mla_it_is(environment: Environment, ours: bool) -> None:
     assert bool(found.hints) == (not ours)  # of LMDeploy, which imports it
 
 
-def test_exit_status(
-    environment: Environment, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_exit_status(environment: Environment, capsys: CaptureFixture[str], monkeypatch: MonkeyPatch) -> None:
     found = environment(vllm="0.33.0")
     monkeypatch.setattr(doctor, "examine", lambda: found)
     assert cli.main(["doctor"]) == 0

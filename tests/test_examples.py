@@ -12,6 +12,7 @@ from typing import Any
 
 import fresh
 import pytest
+from pytest import CaptureFixture, MonkeyPatch
 
 import rawmla
 from kit.gpu import missing_hopper_reason
@@ -110,7 +111,7 @@ LAST_LINES = {
 }
 
 
-def run_small(monkeypatch: pytest.MonkeyPatch, name: str, *changes: tuple[str, str]) -> None:
+def run_small(monkeypatch: MonkeyPatch, name: str, *changes: tuple[str, str]) -> None:
     """Run a small form of a program; a graph is the step itself."""
     torch = pytest.importorskip("torch")
     names = on_the_reference(name, *changes)
@@ -133,9 +134,7 @@ def run_small(monkeypatch: pytest.MonkeyPatch, name: str, *changes: tuple[str, s
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_on_the_reference(
-    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_on_the_reference(name: str, capsys: CaptureFixture[str], monkeypatch: MonkeyPatch) -> None:
     """The whole program, with the reference in place of the GPU, says that its results are right."""
     run_small(monkeypatch, name)
     assert re.search(rf"^{name}: .*{LAST_LINES.get(name, '')}", capsys.readouterr().out, re.MULTILINE)
@@ -154,7 +153,7 @@ def test_on_the_reference(
     ],
 )
 def test_mistakes_in_programs_are_found(
-    name: str, right: str, wrong: str, said: str, monkeypatch: pytest.MonkeyPatch
+    name: str, right: str, wrong: str, said: str, monkeypatch: MonkeyPatch
 ) -> None:
     """What is easily wired wrong ends the program."""
     with pytest.raises(SystemExit, match=said):

@@ -13,13 +13,14 @@ from unittest.mock import MagicMock
 
 import fresh
 import pytest
+from pytest import CaptureFixture, MonkeyPatch
 
 pytest.importorskip("torch")
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))
 
-from bench import ahead, check, emulated, families, pages, record, run, tables, timing  # noqa: E402
+from bench import ahead, check, emulated, families, measure, pages, record, run, tables, timing  # noqa: E402
 
 CEILINGS = [{"matmul_tflops": 700.0, "copy_gbps": 4200.0}, {"matmul_tflops": 720.0, "copy_gbps": 4240.0}]
 STORED = tables.peers("NVIDIA H200")
@@ -140,7 +141,7 @@ class FakeGPU:
 
 
 @pytest.fixture
-def fake_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> FakeGPU:
+def fake_gpu(request: pytest.FixtureRequest, monkeypatch: MonkeyPatch) -> FakeGPU:
     gpu = FakeGPU(getattr(request, "param", 1e-3))
     monkeypatch.setattr(timing, "torch", gpu.torch)
     monkeypatch.setattr(timing, "time", gpu.time)
@@ -184,7 +185,7 @@ def test_enqueued_calls_wait_for_the_last(fake_gpu: FakeGPU) -> None:
     assert timing.Enqueued(calls, 1).without_rests(5)["us"] == pytest.approx(1e3, rel=0.01)
 
 
-def test_power_is_read_during_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_power_is_read_during_the_load(monkeypatch: MonkeyPatch) -> None:
     """A reading that ends after the load is dropped; without NVML there is none."""
     reading, ended = threading.Event(), threading.Event()
     readings = iter([(700.0, 1600.0), (690.0, 1500.0)])
@@ -270,7 +271,7 @@ def test_tables_fit_a_terminal() -> None:
 # ---- the benchmark
 
 
-def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line(capsys: CaptureFixture[str]) -> None:
     assert run.main(["--list", "--cases", "metadata-b4096|merge-p2-b1-"]) == 0
     assert capsys.readouterr().out.split() == ["metadata-b4096", "merge-p2-b1-h128-bfloat16"]
     for words in ("--replays 4", "--sustain-seconds -1", "--sustain-seconds inf", "--cases (", "--cases no"):
@@ -279,12 +280,8 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
         assert error.value.code == 2, words
 
 
-def test_a_timed_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_timed_run(tmp_path: Path, monkeypatch: MonkeyPatch, capsys: CaptureFixture[str]) -> None:
     """Its record has a row for each case, saved as they come; one that fails is a row with its error."""
-    from bench import measure
-
     ceilings = iter(CEILINGS[:1])
     path = tmp_path / "run.json"
     begun: list[str] = []
@@ -320,7 +317,7 @@ def test_a_timed_run(
     assert "[3/3]" in printed.err and "FAILED: metadata-b32" in printed.out and "metadata-b128" in printed.out
 
 
-def test_what_is_compiled_ahead(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_compiled_ahead(monkeypatch: MonkeyPatch, capsys: CaptureFixture[str]) -> None:
     """Cases whose first call compiles, shared out over processes; the caches on disk serve them all."""
     begun: list[Any] = []
 
@@ -347,9 +344,7 @@ def test_what_is_compiled_ahead(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert not begun, "a single case compiles as it runs"
 
 
-def test_the_benchmark_without_a_gpu(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_benchmark_without_a_gpu(capsys: CaptureFixture[str], monkeypatch: MonkeyPatch) -> None:
     """The families of the cases chosen run on the emulated device; what fails is said."""
     import tests.emulator
 
@@ -368,9 +363,7 @@ def test_the_benchmark_without_a_gpu(
     assert "FAILED: block_mask b=1" in capsys.readouterr().out
 
 
-def test_kernels_that_do_not_compile(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernels_that_do_not_compile(capsys: CaptureFixture[str], monkeypatch: MonkeyPatch) -> None:
     """Each is said; without an emulator a variant of each kernel is compiled."""
 
     def build(spec: Any) -> Any:
@@ -395,7 +388,7 @@ def test_kernels_that_do_not_compile(
 # ---- tests and sanitizers
 
 
-def small_tree(root: Path, monkeypatch: pytest.MonkeyPatch, **files: str) -> None:
+def small_tree(root: Path, monkeypatch: MonkeyPatch, **files: str) -> None:
     """A tree of tests under root, with our conftest.py; a name's __ is a folder.
 
     The variable NO_GPU says why there is no GPU.
@@ -425,7 +418,7 @@ def stage_of(stage: str, root: Path, *arguments: str) -> tuple[bool, record.Part
 FULL = "import pytest\ndef test_one(): pass\n@pytest.mark.full\ndef test_two(): pass\n"
 
 
-def test_the_tests_of_a_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tests_of_a_tree(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     """Counted per file, with --full; what measures time runs alone. A file without a test is no pass."""
     pytest.importorskip("xdist")
     alone = "import os\ndef test_alone(): assert 'PYTEST_XDIST_WORKER' not in os.environ\n"
@@ -468,9 +461,7 @@ sys.exit(int(sys.argv[4]) if bad else status)
 """
 
 
-def test_the_sanitizer_in_parts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_sanitizer_in_parts(tmp_path: Path, monkeypatch: MonkeyPatch, capfd: CaptureFixture[str]) -> None:
     """All parts of all tools run; what one part finds, or fails to say, makes its tool not clean."""
     tests = (
         "import os, pytest\npytestmark = pytest.mark.sanitizer\n"
@@ -519,7 +510,7 @@ def test_the_sanitizer_gets_every_case() -> None:
     ],
 )
 def test_what_is_left_out(
-    options: str, passed: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    options: str, passed: int, said: str, tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
     """Cases marked `full`, and without a GPU its folder; a line counts them."""
     monkeypatch.setenv("NO_GPU", "there is none")
@@ -550,8 +541,8 @@ def test_source_hash(tmp_path: Path) -> None:
     assert len({first, second, record.source_hash(tmp_path)}) == 3
 
 
-def test_a_record_with_a_changed_row_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_changed_row_is_refused(
+    tmp_path: Path, monkeypatch: MonkeyPatch, capsys: CaptureFixture[str]
 ) -> None:
     """A figure, a line that is gone, a machine: by every script that reads the record."""
     path, merged = tmp_path / "record.json", tmp_path / "merged.json"
@@ -582,7 +573,7 @@ def test_a_record_with_a_changed_row_is_refused(
 
 
 def test_parts_of_one_record_have_sources_and_machine_in_common(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: CaptureFixture[str]
 ) -> None:
     path = tmp_path / "docs" / "record.json"
     part = made_up_part("tests", [file_row("tests/test_a.py", 1)])
@@ -601,10 +592,10 @@ def test_parts_of_one_record_have_sources_and_machine_in_common(
     assert [file.name for file in path.parent.iterdir()] == ["record.json"]
 
 
-def test_what_runs_again_is_kept_beside_the_first_result(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_what_runs_again_is_kept(
+    tmp_path: Path, monkeypatch: MonkeyPatch, capsys: CaptureFixture[str]
 ) -> None:
-    """The later row counts, whole: no field of the earlier one is in it. The pages show both."""
+    """The later row counts, whole: no field of the first one is in it. The record and the pages have both."""
     name, later = "tests/test_a.py", {"begin": "2000-01-02T00:00:00+00:00"}
     row, fast = made_up_row(SLOWER, 100.0, cold_us=1.0), {"case": SLOWER, "us": 90.0}
     failed = {"case": "metadata-b1", "error": "RuntimeError"}
@@ -645,7 +636,7 @@ def test_what_runs_again_is_kept_beside_the_first_result(
         assert line in page.splitlines()
 
 
-def test_a_call_of_every_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_of_every_stage(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     """A part for each stage that had a row, whatever the stages before it say; a later call adds to them."""
     monkeypatch.setattr(record, "describe_machine", lambda: MACHINE)
 
@@ -668,7 +659,7 @@ def test_a_call_of_every_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert check.main(["--record", str(path), "--stage", "tests"]) == 2
 
 
-def test_the_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_pages(monkeypatch: MonkeyPatch) -> None:
     """README has a row for each operation, the page every case and figure; another device has no ratio."""
     parts = made_up_parts()
     section, page = pages.readme_section(parts), pages.performance_page(parts)
