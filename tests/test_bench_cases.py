@@ -278,7 +278,7 @@ def test_a_block_mask_is_checked() -> None:
 class FakeTimer:
     """Writes down what is timed, and how: the first call of a library gives its name."""
 
-    log: list[str]
+    log: list[str] = []
     current: list[str]
 
     def __init__(self, calls: Callable[[], None], count: int, how: str = "") -> None:
@@ -315,16 +315,13 @@ def test_a_row(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
         more["ordered"] = call("ordered")
     ready = Prepared(call("ours"), 0.002, **more)
     case = named("mha-b2-s8192-h16-d128-causal-bf16-fixed")
-    for owner, name, value in (
-        (measure, "Graph", FakeTimer),
-        (measure, "Enqueued", partial(FakeTimer, how=" enqueued")),
-        (measure, "rest", lambda: FakeTimer.log.append("rest")),
-        (measure, "time_graph", lambda calls, count, replays: FakeTimer(calls, count).rested(replays)),
-        (measure, "time", types.SimpleNamespace(sleep=lambda seconds: FakeTimer.log.append("rest"))),
-        (FakeTimer, "log", []),
-        (case, "prepare", lambda: ready),
-    ):
-        monkeypatch.setattr(owner, name, value, raising=False)
+    monkeypatch.setattr(FakeTimer, "log", [])
+    monkeypatch.setattr(case, "prepare", lambda: ready)
+    monkeypatch.setattr(measure, "Graph", FakeTimer)
+    monkeypatch.setattr(measure, "Enqueued", partial(FakeTimer, how=" enqueued"))
+    monkeypatch.setattr(measure, "time_graph", lambda calls, count, _: FakeTimer(calls, count).rested(5))
+    monkeypatch.setattr(measure, "rest", lambda: FakeTimer.log.append("rest"))
+    monkeypatch.setattr(measure, "time", types.SimpleNamespace(sleep=lambda _: FakeTimer.log.append("rest")))
     row = measure.time_attention(case, 1 if kind == "alone" else 3, 5, 0.6)
     calls = {"alone": 9, "beside": 2, "backward": 2}[kind]
     ours, theirs = (f"{name} x{calls}{' enqueued' * (kind == 'backward')}" for name in ("ours", "theirs"))

@@ -22,13 +22,12 @@ WORKING = {
 }
 VLLM, SGLANG = {"vllm": "0.33.0"}, {"sglang": "0.5.23"}
 Environment = Callable[..., doctor.Diagnosis]
+Texts = Mapping[str, str]
 
 
 @pytest.fixture
 def environment(tmp_path: Path, monkeypatch: MonkeyPatch) -> Environment:
     """Diagnoses an environment with these distributions, variables, and rawmla's entry points or not."""
-    monkeypatch.setattr(report, "collect", lambda: dict(WORKING))
-    monkeypatch.setattr(report, "torch_build", lambda: None)
     engines = ("VLLM_PLUGINS", "SGLANG_PLUGINS", "VLLM_BATCH_INVARIANT")
     for name in (vllm.ENGINE.variable, sglang.ENGINE.variable, *engines):
         monkeypatch.delenv(name, raising=False)
@@ -37,8 +36,12 @@ def environment(tmp_path: Path, monkeypatch: MonkeyPatch) -> Environment:
         variables: Mapping[str, str] = {},
         files: Mapping[str, str] = {},
         entry_points: bool = True,
+        works: Mapping[str, Any] = {},
+        build: tuple[str, str | None] | None = None,
         **versions: str,
     ) -> doctor.Diagnosis:
+        monkeypatch.setattr(report, "collect", lambda: {**WORKING, **works})
+        monkeypatch.setattr(report, "torch_build", lambda: build)
         folder = tmp_path / "site"
         folder.mkdir()
         write(folder, dict(files))
@@ -108,11 +111,7 @@ def test_a_version_that_is_not_known(environment: Environment) -> None:
     ],
 )
 def test_problems(
-    environment: Environment,
-    versions: dict[str, str],
-    variables: dict[str, str],
-    entry_points: bool,
-    problem: str,
+    environment: Environment, versions: Texts, variables: Texts, entry_points: bool, problem: str
 ) -> None:
     found = environment(entry_points=entry_points, variables=variables, **versions)
     assert len(found.problems) == 1 and problem in found.problems[0]
@@ -162,17 +161,10 @@ ANOTHER_CUDA = "torch 2.14.0 is for CUDA 13.0, but rawmla was installed with"
     ],
 )
 def test_what_does_not_work_is_a_problem(
-    environment: Environment,
-    monkeypatch: MonkeyPatch,
-    versions: dict[str, str],
-    cuda: str | None,
-    works: dict[str, Any],
-    problems: list[str],
+    environment: Environment, versions: Texts, cuda: str | None, works: Any, problems: list[str]
 ) -> None:
     """torch matters where there is an engine, which works on its tensors."""
-    monkeypatch.setattr(report, "collect", lambda: {**WORKING, **works})
-    monkeypatch.setattr(report, "torch_build", lambda: ("2.14.0", cuda))
-    found = environment(**versions).problems
+    found = environment(works=works, build=("2.14.0", cuda), **versions).problems
     assert [one.startswith(text) for one, text in zip(found, problems, strict=True)] == [True] * len(problems)
 
 
