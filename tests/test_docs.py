@@ -111,20 +111,13 @@ def map_of_tree() -> str:
 
 def test_the_map_of_the_tree_is_that_of_the_tree() -> None:
     """Of every folder of the package that the map opens, it names all modules and no others."""
-    package = ROOT / "rawmla"
-    drawn: dict[str, set[str]] = {"": set()}
-    folder = ""
-    for line in map_of_tree().split("cuda_src/ ")[0].splitlines()[2:]:
-        names = re.findall(r"\w+\.py\b", re.split(r"\s{3,}", line.strip())[0])
-        if opened := re.match(r"  (\w+)/ ", line):
-            folder = opened.group(1)
-            drawn[folder] = set()
-        else:
-            drawn["" if re.match(r"  \w", line) else folder] |= set(names)
-    for folder, names in drawn.items():
-        if folder == "" or names:
-            there = {path.name for path in (package / folder).glob("*.py")}
-            assert names == there - ({"__init__.py"} if folder else {"__main__.py"}), folder or "rawmla"
+    tree = re.sub(r"(?<=\.py) {3,}.*", "", map_of_tree().split("cuda_src/ ")[0])  # names alone
+    drawn = {"": re.sub(r"^    .*\n", "", tree, flags=re.MULTILINE)}
+    drawn |= dict(re.findall(r"^  (\w+)/ .*\n((?:    .*\n)*)", tree, re.MULTILINE))
+    for folder, lines in drawn.items():
+        names = set(re.findall(r"\w+\.py\b", lines))
+        there = {path.name for path in (ROOT / "rawmla" / folder).glob("*.py")}
+        assert names in (set(), there - {"__init__.py" if folder else "__main__.py"}), folder or "rawmla"
 
 
 @pages

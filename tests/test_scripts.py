@@ -57,10 +57,9 @@ def made_up_rows() -> list[dict[str, Any]]:
 
 def made_up_part(stage: str, rows: list[dict[str, Any]], machine: Any = (), **more: Any) -> record.Part:
     """A part of a record."""
-    there = MACHINE | dict(machine)
     part = {"stage": stage, "begin": "2000-01-01T00:00:00+00:00", "source_sha256": "0" * 64, "ended": True}
-    part |= {"git_commit": "c" * 40, "machine": there, "options": {"bench_args": "--replays 7"}, "seconds": 5}
-    part |= {"rows": rows}
+    part |= {"git_commit": "c" * 40, "options": {"bench_args": "--replays 7"}, "seconds": 5, "rows": rows}
+    part["machine"] = MACHINE | dict(machine)
     if stage == "bench":
         part |= {"ceilings": CEILINGS, "errors": [], "sustain_seconds": 2.0}
     return record.sealed({**part, **more})
