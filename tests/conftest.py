@@ -127,8 +127,7 @@ def emulator(emulator_folder: Path) -> Iterator[Emulator]:
     """An emulated device on which rawmla runs for the length of the test."""
     from emulator import Emulator, missing_reason
 
-    reason = missing_reason()
-    if reason is not None:
+    if (reason := missing_reason()) is not None:
         pytest.skip(reason)
     pytest.importorskip("torch")
     with Emulator(emulator_folder).installed() as device:

@@ -301,10 +301,7 @@ class FakeTimer:
 
 @pytest.mark.parametrize("kind", ("beside", "backward", "alone"))
 def test_a_row(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Libraries take turns, and all are timed alike; a row alone has its figures from one round.
-
-    Beside the case one library is there, one is not installed, and one fails.
-    """
+    """Libraries take turns, all timed alike; one is not installed, one fails. A row alone is of one round."""
 
     def call(name: str) -> Callable[[int], None]:
         return lambda _: FakeTimer.current.append(name)

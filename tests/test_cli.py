@@ -91,10 +91,8 @@ def test_compile_to_a_folder(project: Project, run: Run, monkeypatch: MonkeyPatc
 
 
 def test_compile_failure_is_shown_and_the_others_are_built(project: Project, run: Run) -> None:
-    project.write(
-        "kernels/tiny.cu",
-        '#if FACTOR == 2\n#error "two is wrong"\n#endif\nextern "C" __global__ void tiny() {}\n',
-    )
+    error = '#if FACTOR == 2\n#error "two is wrong"\n#endif\n'
+    project.write("kernels/tiny.cu", f'{error}extern "C" __global__ void tiny() {{}}\n')
     out, err = run(1, "compile", "--all")
     assert "2 of 3 kernels" in out and "two is wrong" in err and "-DFACTOR=2" in err
 

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 import types
 from pathlib import Path
 from typing import Any
@@ -186,14 +187,14 @@ def test_enqueued_calls_wait_for_the_last(fake_gpu: FakeGPU) -> None:
 
 def test_power_is_read_during_the_load(monkeypatch: MonkeyPatch) -> None:
     """A reading that ends after the load is dropped; without NVML there is none."""
-    reading, ended = threading.Event(), threading.Event()
+    reading = threading.Event()
     readings = iter([(700.0, 1600.0), (690.0, 1500.0)])
 
     def read() -> tuple[float, float]:
         found = next(readings, None)
         if found is None:
             reading.set()
-            ended.wait(0.2)
+            time.sleep(0.2)
         return found or (1.0, 1.0)
 
     monkeypatch.setattr(timing, "read_nvml", read)
