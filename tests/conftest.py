@@ -1,11 +1,9 @@
-"""Test set-up: without a Hopper GPU, tests/gpu is left out, and a line at the end says so; files of it that
-the command names are collected, and their tests skipped. For tests that run kernels without a GPU there is an
-emulated device.
+"""Test set-up: which tests run, and an emulated device for tests that run kernels without a GPU.
 
-Cases that are marked `full` run with the option --full alone: they are further variants of what other cases
-test, and docs/checks.md says which. A run without the option ends with a line that counts them.
-
-With `TEST_PART` 2/5 only the second of five parts runs: scripts/gpu_check.py shares out tests so.
+Without a Hopper GPU tests/gpu is left out. Files of it that the command names are collected, and skipped.
+Cases marked `full` run with --full alone: they are further variants of other cases (docs/checks.md).
+With `TEST_PART` 2/5 the second of five parts runs: scripts/gpu_check.py shares out tests so.
+A run ends with lines that count what did not run.
 """
 
 from __future__ import annotations
@@ -129,8 +127,7 @@ def emulator(emulator_folder: Path) -> Iterator[Emulator]:
     """An emulated device on which rawmla runs for the length of the test."""
     from emulator import Emulator, missing_reason
 
-    reason = missing_reason()
-    if reason is not None:
+    if (reason := missing_reason()) is not None:
         pytest.skip(reason)
     pytest.importorskip("torch")
     with Emulator(emulator_folder).installed() as device:

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from jit_project import Project, tiny
+from pytest import CaptureFixture, MonkeyPatch
 
 import rawmla
 from rawmla import cli, report
@@ -27,7 +28,7 @@ Run = Callable[..., Any]
 
 
 @pytest.fixture
-def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Project:
+def project(tmp_path: Path, monkeypatch: MonkeyPatch) -> Project:
     """The command line works on two tiny kernels, three with --all."""
     made = Project(tmp_path)
     kernels = ModuleType("rawmla.kernels")
@@ -44,7 +45,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Project:
 
 
 @pytest.fixture
-def run(project: Project, capsys: pytest.CaptureFixture[str]) -> Run:
+def run(project: Project, capsys: CaptureFixture[str]) -> Run:
     """Runs a command, which has to end with a status, and returns what it prints."""
 
     def run(status: int, *arguments: object) -> Any:
@@ -55,7 +56,7 @@ def run(project: Project, capsys: pytest.CaptureFixture[str]) -> Run:
     return run
 
 
-def test_compile_fills_the_cache(project: Project, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compile_fills_the_cache(project: Project, run: Run, monkeypatch: MonkeyPatch) -> None:
     """The table is whole whatever the width of the terminal: a number that is cut off is a wrong number."""
     out, progress = run(0, "compile")
     header, first, second, last = out.splitlines()
@@ -80,7 +81,7 @@ def test_compile_only_some(run: Run) -> None:
         assert said.startswith(f"error: --only: expected {text}, got {regex!r}")
 
 
-def test_compile_to_a_folder(project: Project, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compile_to_a_folder(project: Project, run: Run, monkeypatch: MonkeyPatch) -> None:
     folder = project.root / "deep" / "cubins"
     assert f"3 of 3 kernels written to {folder}" in run(0, "compile", "--all", "--out", folder).out
     assert len(list(folder.glob("*/kernel.cubin"))) == 3
@@ -90,17 +91,13 @@ def test_compile_to_a_folder(project: Project, run: Run, monkeypatch: pytest.Mon
 
 
 def test_compile_failure_is_shown_and_the_others_are_built(project: Project, run: Run) -> None:
-    project.write(
-        "kernels/tiny.cu",
-        '#if FACTOR == 2\n#error "two is wrong"\n#endif\nextern "C" __global__ void tiny() {}\n',
-    )
+    error = '#if FACTOR == 2\n#error "two is wrong"\n#endif\n'
+    project.write("kernels/tiny.cu", f'{error}extern "C" __global__ void tiny() {{}}\n')
     out, err = run(1, "compile", "--all")
     assert "2 of 3 kernels" in out and "two is wrong" in err and "-DFACTOR=2" in err
 
 
-def test_ctrl_c_ends_at_once(
-    project: Project, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_ends_at_once(project: Project, capsys: CaptureFixture[str], monkeypatch: MonkeyPatch) -> None:
     """Kernels that are being compiled are not waited for, which the ordinary end of Python would do."""
     end, signals, finished = threading.Event(), iter([signal.SIGINT]), list[bool]()
 
@@ -135,7 +132,7 @@ def raising(error: Exception) -> Callable[..., None]:
 
 @pytest.mark.parametrize("fault", ["folder in a file", "cache for others", "read-only"])
 def test_a_place_that_cannot_be_used_is_said_first(
-    project: Project, run: Run, monkeypatch: pytest.MonkeyPatch, fault: str
+    project: Project, run: Run, monkeypatch: MonkeyPatch, fault: str
 ) -> None:
     """Before anything is compiled, which takes minutes. What need not be compiled is no error."""
     out: list[object] = []
@@ -158,16 +155,17 @@ def test_a_place_that_cannot_be_used_is_said_first(
         said = run(1, "compile", "--all", *out)
     assert f"error: {text}" in said.err and said.out == ""
     assert out or said.err.rstrip().endswith("RAWMLA_CACHE_DIR names another folder")
+    assert ("not used: " + text in run(0, "info").out) == (fault == "cache for others")
 
 
-def test_compile_that_keeps_nothing_is_a_failure(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compile_that_keeps_nothing_is_a_failure(run: Run, monkeypatch: MonkeyPatch) -> None:
     """A disk that is full by the time that a kernel is there."""
     monkeypatch.setattr(Path, "write_bytes", raising(OSError("No space left")))
     with pytest.warns(RuntimeWarning, match="No space left"):
         assert "error: 2 of them could not be kept" in run(1, "compile").err
 
 
-def test_what_is_missing_is_said(project: Project, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_missing_is_said(project: Project, run: Run, monkeypatch: MonkeyPatch) -> None:
     """Errors end `compile`, and are lines of `info`, which says what works here."""
     monkeypatch.setattr(report, "get_driver", raising(NoGPUError("there is no driver")))
     folder = project.root / "cubins"
@@ -194,17 +192,8 @@ def test_what_is_missing_is_said(project: Project, run: Run, monkeypatch: pytest
     assert "error: there is no NVRTC" in run(1, "compile").err
 
 
-def test_info_without_a_home(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cache that cannot be used is named with the reason."""
-    monkeypatch.setattr("pwd.getpwuid", raising(KeyError()))
-    for name in ("HOME", "XDG_CACHE_HOME", "RAWMLA_CACHE_DIR"):
-        monkeypatch.delenv(name, raising=False)
-    builder._default_builder.cache_clear()
-    assert "not used: ~/.cache/rawmla cannot be used, because" in run(0, "info").out
-
-
 @pytest.fixture
-def gpus(monkeypatch: pytest.MonkeyPatch) -> list[DeviceInfo]:
+def gpus(monkeypatch: MonkeyPatch) -> list[DeviceInfo]:
     """Two devices, which a test can change; the second is no Hopper."""
     infos = [DeviceInfo("NVIDIA H200", 132, (9, 0)), DeviceInfo("NVIDIA L4", 58, (8, 9))]
     driver = SimpleNamespace(version=lambda: (13, 0), device_count=lambda: 2)
@@ -214,7 +203,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> list[DeviceInfo]:
     return infos
 
 
-def test_info_with_gpus(gpus: list[DeviceInfo], run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_info_with_gpus(gpus: list[DeviceInfo], run: Run, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(report, "_import", lambda name, purpose: None)
     out = run(0, "info").out
     assert "NVIDIA H200, compute 9.0, 132 SMs" in out and "NVIDIA L4, compute 8.9" in out
@@ -226,9 +215,7 @@ def test_info_with_gpus(gpus: list[DeviceInfo], run: Run, monkeypatch: pytest.Mo
 
 
 @pytest.mark.usefixtures("gpus")
-def test_info_knows_what_torch_was_built_for(
-    project: Project, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_info_knows_what_torch_was_built_for(project: Project, run: Run, monkeypatch: MonkeyPatch) -> None:
     """From the file that torch itself reads; torch is not imported for it."""
     package = project.root / "site" / "torch"
     package.mkdir(parents=True)
@@ -259,9 +246,7 @@ def test_info_knows_what_torch_was_built_for(
         (["flash-mla", "x.py"], "unrecognized arguments: x.py"),
     ],
 )
-def test_wrong_usage_names_what_is_wrong(
-    capsys: pytest.CaptureFixture[str], given: list[str], text: str
-) -> None:
+def test_wrong_usage_names_what_is_wrong(capsys: CaptureFixture[str], given: list[str], text: str) -> None:
     with pytest.raises(SystemExit) as caught:
         cli.main(given)
     assert caught.value.code == 2 and text in capsys.readouterr().err.splitlines()[-1]

@@ -47,8 +47,7 @@ def test_pages_and_lines_are_short(page: Path) -> None:
 def test_the_readme_and_its_sentences_are_short() -> None:
     page = (ROOT / "README.md").read_text()
     assert len(page.splitlines()) <= MAX_README_LINES
-    text = "\n".join(prose(page))
-    text = re.sub(r"\]\([^)]*\)", "]", text)
+    text = re.sub(r"\]\([^)]*\)", "]", "\n".join(prose(page)))
     for sentence in re.split(r"[.?!](?:\s|$)|\n\n|\n- ", text):
         assert len(sentence.split()) <= MAX_SENTENCE_WORDS, sentence
 
@@ -111,20 +110,14 @@ def map_of_tree() -> str:
 
 def test_the_map_of_the_tree_is_that_of_the_tree() -> None:
     """Of every folder of the package that the map opens, it names all modules and no others."""
-    package = ROOT / "rawmla"
-    drawn: dict[str, set[str]] = {"": set()}
-    folder = ""
-    for line in map_of_tree().split("cuda_src/ ")[0].splitlines()[2:]:
-        names = re.findall(r"\w+\.py\b", re.split(r"\s{3,}", line.strip())[0])
-        if opened := re.match(r"  (\w+)/ ", line):
-            folder = opened.group(1)
-            drawn[folder] = set()
-        else:
-            drawn["" if re.match(r"  \w", line) else folder] |= set(names)
-    for folder, names in drawn.items():
-        if folder == "" or names:
-            there = {path.name for path in (package / folder).glob("*.py")}
-            assert names == there - ({"__init__.py"} if folder else {"__main__.py"}), folder or "rawmla"
+    tree = re.sub(r"(?<=\.py) {3,}.*", "", map_of_tree().split("cuda_src/ ")[0])  # names alone
+    drawn = {"": re.sub(r"^    .*\n", "", tree, flags=re.MULTILINE)}
+    drawn |= dict(re.findall(r"^  (\w+)/ .*\n((?:    .*\n)*)", tree, re.MULTILINE))
+    for folder, lines in drawn.items():
+        names = set(re.findall(r"\w+\.py\b", lines))
+        there = {path.name for path in (ROOT / "rawmla" / folder).glob("*.py")}
+        expected = there - {"__init__.py" if folder else "__main__.py"}
+        assert names == expected or (folder and not names), folder or "rawmla"
 
 
 @pages
@@ -174,9 +167,5 @@ def test_every_public_name_is_in_the_api_table() -> None:
 
 def test_environment_variables() -> None:
     table = set(re.findall(r"^\| `(RAWMLA_[A-Z_]+)` \|", API_PAGE.read_text(), re.MULTILINE))
-    used = {
-        name
-        for path in (ROOT / "rawmla").rglob("*.py")
-        for name in re.findall(r"RAWMLA_[A-Z][A-Z_]*[A-Z]", path.read_text())
-    }
-    assert used == table
+    code = "".join(path.read_text() for path in (ROOT / "rawmla").rglob("*.py"))
+    assert set(re.findall(r"RAWMLA_[A-Z][A-Z_]*[A-Z]", code)) == table

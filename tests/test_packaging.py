@@ -130,9 +130,8 @@ def test_hints_can_be_pasted_into_a_shell() -> None:
 
 def test_public_names() -> None:
     assert set(rawmla.__all__) <= set(dir(rawmla))
-    for name in rawmla.__all__:
-        if name.endswith("Error"):
-            assert issubclass(getattr(rawmla, name), rawmla.RawMLAError)
+    errors = [getattr(rawmla, name) for name in rawmla.__all__ if name.endswith("Error")]
+    assert errors and all(issubclass(error, rawmla.RawMLAError) for error in errors)
     with pytest.raises(AttributeError, match="no attribute 'no_such_name'$"):
         _ = rawmla.no_such_name
     with pytest.raises(AttributeError, match="'flash_attn_foo'; close names: flash_attn_func, "):

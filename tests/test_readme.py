@@ -28,10 +28,7 @@ def test_every_python_block_is_run_and_short() -> None:
 
 
 def test_examples_on_the_reference() -> None:
-    """The examples run without a GPU as docs/examples.md says.
-
-    Shapes are as the comments say; results are finite, but for the request without tokens.
-    """
+    """Shapes are as the comments say; results are finite, but for the request without tokens."""
     torch = pytest.importorskip("torch")
     text = "".join(sorted(EXAMPLES.values(), key=lambda text: "flex_out" in text))  # which replaces q
     for old, new in (

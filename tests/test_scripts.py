@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 import types
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,14 @@ from unittest.mock import MagicMock
 
 import fresh
 import pytest
+from pytest import CaptureFixture, MonkeyPatch
 
 pytest.importorskip("torch")
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))
 
-from bench import ahead, check, emulated, families, pages, record, run, tables, timing  # noqa: E402
+from bench import ahead, check, emulated, families, measure, pages, record, run, tables, timing  # noqa: E402
 
 CEILINGS = [{"matmul_tflops": 700.0, "copy_gbps": 4200.0}, {"matmul_tflops": 720.0, "copy_gbps": 4240.0}]
 STORED = tables.peers("NVIDIA H200")
@@ -56,10 +58,9 @@ def made_up_rows() -> list[dict[str, Any]]:
 
 def made_up_part(stage: str, rows: list[dict[str, Any]], machine: Any = (), **more: Any) -> record.Part:
     """A part of a record."""
-    there = MACHINE | dict(machine)
     part = {"stage": stage, "begin": "2000-01-01T00:00:00+00:00", "source_sha256": "0" * 64, "ended": True}
-    part |= {"git_commit": "c" * 40, "machine": there, "options": {"bench_args": "--replays 7"}, "seconds": 5}
-    part |= {"rows": rows}
+    part |= {"git_commit": "c" * 40, "options": {"bench_args": "--replays 7"}, "seconds": 5, "rows": rows}
+    part["machine"] = MACHINE | dict(machine)
     if stage == "bench":
         part |= {"ceilings": CEILINGS, "errors": [], "sustain_seconds": 2.0}
     return record.sealed({**part, **more})
@@ -140,7 +141,7 @@ class FakeGPU:
 
 
 @pytest.fixture
-def fake_gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> FakeGPU:
+def fake_gpu(request: pytest.FixtureRequest, monkeypatch: MonkeyPatch) -> FakeGPU:
     gpu = FakeGPU(getattr(request, "param", 1e-3))
     monkeypatch.setattr(timing, "torch", gpu.torch)
     monkeypatch.setattr(timing, "time", gpu.time)
@@ -184,16 +185,16 @@ def test_enqueued_calls_wait_for_the_last(fake_gpu: FakeGPU) -> None:
     assert timing.Enqueued(calls, 1).without_rests(5)["us"] == pytest.approx(1e3, rel=0.01)
 
 
-def test_power_is_read_during_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_power_is_read_during_the_load(monkeypatch: MonkeyPatch) -> None:
     """A reading that ends after the load is dropped; without NVML there is none."""
-    reading, ended = threading.Event(), threading.Event()
+    reading = threading.Event()
     readings = iter([(700.0, 1600.0), (690.0, 1500.0)])
 
     def read() -> tuple[float, float]:
         found = next(readings, None)
         if found is None:
             reading.set()
-            ended.wait(0.2)
+            time.sleep(0.2)
         return found or (1.0, 1.0)
 
     monkeypatch.setattr(timing, "read_nvml", read)
@@ -256,9 +257,8 @@ def test_speeds() -> None:
 def test_share_of_the_nearer_roof() -> None:
     rows = [{"tflops": 360.0, "gbps": 424.0}, {"tflops": 72.0, "gbps": 2120.0}, {"gbps": 4240.0}, {"us": 1}]
     tables.add_shares(rows, CEILINGS)
-    assert [(row.get("share"), row.get("roof")) for row in rows] == [
-        *((0.5, "matmul"), (0.5, "copy"), (1.0, "copy"), (None, None))
-    ]
+    assert [row.get("share") for row in rows] == [0.5, 0.5, 1.0, None]
+    assert [row.get("roof") for row in rows] == ["matmul", "copy", "copy", None]
 
 
 def test_tables_fit_a_terminal() -> None:
@@ -270,7 +270,7 @@ def test_tables_fit_a_terminal() -> None:
 # ---- the benchmark
 
 
-def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line(capsys: CaptureFixture[str]) -> None:
     assert run.main(["--list", "--cases", "metadata-b4096|merge-p2-b1-"]) == 0
     assert capsys.readouterr().out.split() == ["metadata-b4096", "merge-p2-b1-h128-bfloat16"]
     for words in ("--replays 4", "--sustain-seconds -1", "--sustain-seconds inf", "--cases (", "--cases no"):
@@ -279,12 +279,8 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
         assert error.value.code == 2, words
 
 
-def test_a_timed_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_timed_run(tmp_path: Path, monkeypatch: MonkeyPatch, capsys: CaptureFixture[str]) -> None:
     """Its record has a row for each case, saved as they come; one that fails is a row with its error."""
-    from bench import measure
-
     ceilings = iter(CEILINGS[:1])
     path = tmp_path / "run.json"
     begun: list[str] = []
@@ -300,13 +296,10 @@ def test_a_timed_run(
 
     for family in families.FAMILIES:
         monkeypatch.setitem(vars(family), "measure", time_case)
-    for module, name, value in (
-        (record, "why_no_timing", lambda: None),
-        (record, "describe_machine", lambda: MACHINE),
-        (run, "compile_kernels", lambda: ["does not compile: x"]),
-        (measure, "measure_ceilings", lambda replays: next(ceilings)),
-    ):
-        monkeypatch.setattr(module, name, value)
+    monkeypatch.setattr(record, "why_no_timing", lambda: None)
+    monkeypatch.setattr(record, "describe_machine", lambda: MACHINE)
+    monkeypatch.setattr(run, "compile_kernels", lambda: ["does not compile: x"])
+    monkeypatch.setattr(measure, "measure_ceilings", lambda replays: next(ceilings))
     assert run.main(["--cases", "^metadata-b(1|32|128)$", "--json", str(path)]) == 1
     (part,) = record.read(path)
     assert part["ended"] and not part["good"] and part["machine"] == MACHINE
@@ -320,7 +313,7 @@ def test_a_timed_run(
     assert "[3/3]" in printed.err and "FAILED: metadata-b32" in printed.out and "metadata-b128" in printed.out
 
 
-def test_what_is_compiled_ahead(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_compiled_ahead(monkeypatch: MonkeyPatch, capsys: CaptureFixture[str]) -> None:
     """Cases whose first call compiles, shared out over processes; the caches on disk serve them all."""
     begun: list[Any] = []
 
@@ -336,10 +329,8 @@ def test_what_is_compiled_ahead(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     chosen = families.select("^(mha|flex|decode)")
     with ahead.compiled_ahead(chosen):
         pass
-    names = sorted(name for one in begun for name in one)
-    assert len(begun) == 3 and names == sorted(
-        case.id for case in chosen if not case.id.startswith(("decode", "flex-block-mask"))
-    )
+    slow = [case.id for case in chosen if not case.id.startswith(("decode", "flex-block-mask"))]
+    assert len(begun) == 3 and sorted(sum(begun, [])) == sorted(slow)
     assert "compiled ahead" in capsys.readouterr().err
     begun.clear()
     with ahead.compiled_ahead(families.select(BESIDE)):
@@ -347,9 +338,7 @@ def test_what_is_compiled_ahead(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert not begun, "a single case compiles as it runs"
 
 
-def test_the_benchmark_without_a_gpu(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_benchmark_without_a_gpu(capsys: CaptureFixture[str], monkeypatch: MonkeyPatch) -> None:
     """The families of the cases chosen run on the emulated device; what fails is said."""
     import tests.emulator
 
@@ -368,9 +357,7 @@ def test_the_benchmark_without_a_gpu(
     assert "FAILED: block_mask b=1" in capsys.readouterr().out
 
 
-def test_kernels_that_do_not_compile(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernels_that_do_not_compile(capsys: CaptureFixture[str], monkeypatch: MonkeyPatch) -> None:
     """Each is said; without an emulator a variant of each kernel is compiled."""
 
     def build(spec: Any) -> Any:
@@ -395,7 +382,7 @@ def test_kernels_that_do_not_compile(
 # ---- tests and sanitizers
 
 
-def small_tree(root: Path, monkeypatch: pytest.MonkeyPatch, **files: str) -> None:
+def small_tree(root: Path, monkeypatch: MonkeyPatch, **files: str) -> None:
     """A tree of tests under root, with our conftest.py; a name's __ is a folder.
 
     The variable NO_GPU says why there is no GPU.
@@ -425,7 +412,7 @@ def stage_of(stage: str, root: Path, *arguments: str) -> tuple[bool, record.Part
 FULL = "import pytest\ndef test_one(): pass\n@pytest.mark.full\ndef test_two(): pass\n"
 
 
-def test_the_tests_of_a_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tests_of_a_tree(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     """Counted per file, with --full; what measures time runs alone. A file without a test is no pass."""
     pytest.importorskip("xdist")
     alone = "import os\ndef test_alone(): assert 'PYTEST_XDIST_WORKER' not in os.environ\n"
@@ -468,9 +455,7 @@ sys.exit(int(sys.argv[4]) if bad else status)
 """
 
 
-def test_the_sanitizer_in_parts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_sanitizer_in_parts(tmp_path: Path, monkeypatch: MonkeyPatch, capfd: CaptureFixture[str]) -> None:
     """All parts of all tools run; what one part finds, or fails to say, makes its tool not clean."""
     tests = (
         "import os, pytest\npytestmark = pytest.mark.sanitizer\n"
@@ -519,7 +504,7 @@ def test_the_sanitizer_gets_every_case() -> None:
     ],
 )
 def test_what_is_left_out(
-    options: str, passed: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    options: str, passed: int, said: str, tmp_path: Path, monkeypatch: MonkeyPatch
 ) -> None:
     """Cases marked `full`, and without a GPU its folder; a line counts them."""
     monkeypatch.setenv("NO_GPU", "there is none")
@@ -550,8 +535,8 @@ def test_source_hash(tmp_path: Path) -> None:
     assert len({first, second, record.source_hash(tmp_path)}) == 3
 
 
-def test_a_record_with_a_changed_row_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_changed_row_is_refused(
+    tmp_path: Path, monkeypatch: MonkeyPatch, capsys: CaptureFixture[str]
 ) -> None:
     """A figure, a line that is gone, a machine: by every script that reads the record."""
     path, merged = tmp_path / "record.json", tmp_path / "merged.json"
@@ -582,7 +567,7 @@ def test_a_record_with_a_changed_row_is_refused(
 
 
 def test_parts_of_one_record_have_sources_and_machine_in_common(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: CaptureFixture[str]
 ) -> None:
     path = tmp_path / "docs" / "record.json"
     part = made_up_part("tests", [file_row("tests/test_a.py", 1)])
@@ -601,10 +586,10 @@ def test_parts_of_one_record_have_sources_and_machine_in_common(
     assert [file.name for file in path.parent.iterdir()] == ["record.json"]
 
 
-def test_what_runs_again_is_kept_beside_the_first_result(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_what_runs_again_is_kept(
+    tmp_path: Path, monkeypatch: MonkeyPatch, capsys: CaptureFixture[str]
 ) -> None:
-    """The later row counts, whole: no field of the earlier one is in it. The pages show both."""
+    """The later row counts, whole: no field of the first one is in it. The record and the pages have both."""
     name, later = "tests/test_a.py", {"begin": "2000-01-02T00:00:00+00:00"}
     row, fast = made_up_row(SLOWER, 100.0, cold_us=1.0), {"case": SLOWER, "us": 90.0}
     failed = {"case": "metadata-b1", "error": "RuntimeError"}
@@ -645,7 +630,7 @@ def test_what_runs_again_is_kept_beside_the_first_result(
         assert line in page.splitlines()
 
 
-def test_a_call_of_every_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_of_every_stage(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     """A part for each stage that had a row, whatever the stages before it say; a later call adds to them."""
     monkeypatch.setattr(record, "describe_machine", lambda: MACHINE)
 
@@ -668,7 +653,7 @@ def test_a_call_of_every_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert check.main(["--record", str(path), "--stage", "tests"]) == 2
 
 
-def test_the_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_pages(monkeypatch: MonkeyPatch) -> None:
     """README has a row for each operation, the page every case and figure; another device has no ratio."""
     parts = made_up_parts()
     section, page = pages.readme_section(parts), pages.performance_page(parts)
