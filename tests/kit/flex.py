@@ -128,7 +128,8 @@ def make_flex_inputs(case: FlexCase, device: str = "cuda") -> FlexInputs:
         lengths = (case.s_q, case.s_k)
         block_mask = block_mask_of(seen, lengths, case.block, mask.python, separate=case.separate)
         if case.s_q and case.s_k:
-            listed = _whole_runs(_of_kv_heads(listed_keys(block_mask), case), case.gap_keys)
+            some, full = listed_positions(block_mask)
+            listed = _whole_runs(_of_kv_heads((some | full).any(2), case), case.gap_keys)
             hidden = ~_of_kv_heads(seen.any(2), case), ~listed
             values["k"][hidden[0]], values["v"][hidden[1]] = case.gap, case.gap
     made = []
@@ -184,9 +185,7 @@ def block_mask_of(
     separate: bool = True,
     by_columns: bool = False,
 ) -> BlockMask:
-    """The mask of what is attended, bool `[B, H, s_q, s_k]`, in torch alone; `by_columns`: with the lists of
-    columns, which a backward pass reads.
-    """
+    """The mask of attended pairs, bool `[B, H, s_q, s_k]`; `by_columns`: with what a backward pass reads."""
     import torch
 
     rows, columns = (-(-length // size) for length, size in zip(lengths, block, strict=True))
@@ -205,12 +204,6 @@ def block_mask_of(
         parts += [listed.sum(-1, dtype=torch.int32), order.int()]
     parts += [block, mask_mod]
     return BlockMask(*parts)
-
-
-def listed_keys(block_mask: Any) -> Any:
-    """bool `[B, H, s_k]`: the keys in blocks that a row lists."""
-    partial_blocks, full = listed_positions(block_mask)
-    return (partial_blocks | full).any(2)
 
 
 def listed_positions(block_mask: Any) -> tuple[Any, Any]:
@@ -279,9 +272,7 @@ def reference(inputs: FlexInputs, dtype: Any = None, captures: Any = None) -> tu
         most = scores.amax(-1)
         weights = torch.softmax(scores, dim=-1).masked_fill((most == -inf)[..., None], 0.0)
         out[request, head] = weights.to(dtype) @ values
-        largest = most.detach().masked_fill(
-            most == -inf, 0.0
-        )  # else -1e9 would hide the sum
+        largest = most.detach().masked_fill(most == -inf, 0.0)  # else -1e9 would hide the sum
         lse[request, head] = (torch.logsumexp(scores - largest[..., None], dim=-1) + largest).double()
         top[request, head] = most.double()
     return out, lse, top

@@ -389,9 +389,7 @@ def check_mha(
 
 
 def problems_of_lse(name: str, got: Any, want: Any, *, approximate: bool) -> list[str]:
-    """What is wrong with lse or the largest scores: an error of more than 1e-4 and 2e-6 of the value; of 1e-2
-    where instructions are approximate.
-    """
+    """What is wrong with lse or largest scores: more than 1e-4 and 2e-6 of it, or approximate 1e-2."""
     problems = []
     if measure(got, want, _ANY).misplaced:
         problems.append(f"{name} is infinite or NaN elsewhere than in the reference")

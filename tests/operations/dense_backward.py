@@ -14,7 +14,16 @@ from kit.mha_backward import Gradients, check_mha_backward, exact_results, make_
 from rawmla.api import dense_backward
 from rawmla.kernels.mha_backward_variants import Needs
 
-from .core import Arguments, Call, Operation, assert_rounded_alike, assert_same_bits, slices, wrong_value
+from .core import (
+    Arguments,
+    Call,
+    Operation,
+    assert_rounded_alike,
+    assert_same_bits,
+    slices,
+    without,
+    wrong_value,
+)
 from .dense import (
     D64,
     D256,
@@ -248,12 +257,7 @@ MHA_BACKWARD = Operation(
     out=slices,
     outputs=("dq", "dk", "dv"),
     empty={
-        "no requests": (
-            lambda a: {
-                x: a[x][:0] for x in ("dout", "q", "k", "v", "out", "lse", "dlse") if a[x] is not None
-            },
-            {"dq": 0, "dk": 0, "dv": 0},
-        )
+        "no requests": (without("dout", "q", "k", "v", "out", "lse", "dlse"), {"dq": 0, "dk": 0, "dv": 0})
     },
     bad={"scale 0": wrong_value("softmax_scale", 0.0)},
     changes=dense_backward_changes,
