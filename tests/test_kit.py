@@ -171,22 +171,17 @@ def named_slots(k_cache: np.ndarray, indices: np.ndarray, lengths: np.ndarray | 
     return named
 
 
-def sources_of(inputs: Any) -> list[tuple[Any, Any, Any, int]]:
-    """(cache, indices, lengths, page size) of the cache and, where there is one, of the extra cache."""
-    case = inputs.case
-    sources = [(inputs.k_cache, inputs.indices, inputs.topk_length, case.page_block_size)]
-    if case.extra_topk:
-        extra = (inputs.extra_k_cache, inputs.extra_indices, inputs.extra_topk_length)
-        sources.append((*extra, case.extra_page_block_size))
-    return sources
-
-
 @pytest.mark.parametrize("case", SPARSE_CASES, ids=lambda case: case.id)
 def test_every_byte_that_no_index_names_is_poison(case: SparseCase) -> None:
     inputs = make_sparse_inputs(case, "numpy")
     assert inputs.q.shape == (case.b, case.s_q, case.h_q, case.width) and inputs.q.dtype.name == "bfloat16"
     nowhere = np.isnan if case.poison == "nan" else (lambda x: ~np.isfinite(x))
-    for cache, indices, lengths, page in sources_of(inputs):
+    sources = [("", case.page_block_size)]
+    sources += [("extra_", case.extra_page_block_size)] if case.extra_topk else []
+    for prefix, page in sources:
+        cache, indices, lengths = (
+            getattr(inputs, f"{prefix}{name}") for name in ("k_cache", "indices", "topk_length")
+        )
         form = case.format
         raw = cache.view(np.uint8)
         assert raw.shape[1:] == (page, 1, form.token_bytes) and cache.strides[0] == block_stride(case, page)

@@ -13,7 +13,7 @@ from typing import Any
 from rawmla.flex.block_mask import BlockMask
 
 from .functions import BIASES, MASKS, SCORES, Function, Sizes
-from .generators import changed_fields
+from .generators import Case
 from .mha import in_gaps, problems_of_lse, problems_of_out
 
 CHUNK_SCORES = 1 << 25
@@ -24,7 +24,7 @@ CHUNK_SCORES = 1 << 25
 
 
 @dataclass(frozen=True)
-class FlexCase:
+class FlexCase(Case):
     """One call.
 
     Attributes:
@@ -62,11 +62,6 @@ class FlexCase:
     gap: float = nan
     gap_keys: int = 128
     seed: int = 0
-
-    @property
-    def id(self) -> str:
-        """What differs from the defaults."""
-        return changed_fields(self)
 
     def sizes(self, device: str) -> Sizes:
         """For its functions."""

@@ -13,7 +13,7 @@ from math import inf
 from typing import Any
 
 from .compare import Tolerance, in_parts, measure
-from .generators import changed_fields
+from .generators import Case
 
 CHUNK_SCORES = 1 << 25
 """Scores, and numbers of keys and values, of one step of the reference (256 MiB in float64), unless the keys
@@ -29,7 +29,7 @@ _ANY = Tolerance(absolute=inf, relative=inf)
 
 
 @dataclass(frozen=True)
-class MhaCase:
+class MhaCase(Case):
     """One call.
 
     Attributes:
@@ -71,11 +71,6 @@ class MhaCase:
     spread: float = 1.0
     gap: float = float("nan")
     seed: int = 0
-
-    @property
-    def id(self) -> str:
-        """What differs from the defaults."""
-        return changed_fields(self)
 
 
 @dataclass
