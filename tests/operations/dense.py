@@ -158,15 +158,12 @@ def dense_changes(call: Call) -> Iterator[None]:
         yield from changes_of_segments(call.inputs)
 
 
-FLOATS = ("q", "k", "v", "qkv", "kv", "attn_sink", "alibi_slopes")
-
-
 def floats_of(arrays: tuple[str, ...]) -> Callable[[MhaCase], tuple[str, ...]]:
-    """Those of the names that stand for floating-point arrays in a case."""
+    """Those of the floating-point arrays that a case has."""
 
     def floats(case: MhaCase) -> tuple[str, ...]:
         absent = {"attn_sink": case.sink is None, "alibi_slopes": case.alibi is None}
-        return tuple(name for name in arrays if name in FLOATS and not absent.get(name, False))
+        return tuple(name for name in arrays if not absent.get(name, False))
 
     return floats
 
