@@ -120,8 +120,7 @@ def make_flex_inputs(case: FlexCase, device: str = "cuda") -> FlexInputs:
     block_mask = None
     if mask is not None:
         seen = attended(mask, case, device)
-        lengths = (case.s_q, case.s_k)
-        block_mask = block_mask_of(seen, lengths, case.block, mask.python, separate=case.separate)
+        block_mask = block_mask_of_case(case, mask, device)
         if case.s_q and case.s_k:
             some, full = listed_positions(block_mask)
             listed = _whole_runs(_of_kv_heads((some | full).any(2), case), case.gap_keys)
@@ -156,6 +155,14 @@ def attended(mask: Function, case: FlexCase, device: str) -> Any:
     seen = mask.torch()(*at)
     batches, heads = ((1, 1) + tuple(seen.shape))[-4:-2]
     return seen.expand(batches, heads, case.s_q, case.s_k)
+
+
+def block_mask_of_case(case: FlexCase, mask: Function, device: str, *, by_columns: bool = False) -> BlockMask:
+    """The block mask of a case's mask."""
+    seen, lengths = attended(mask, case, device), (case.s_q, case.s_k)
+    return block_mask_of(
+        seen, lengths, case.block, mask.python, separate=case.separate, by_columns=by_columns
+    )
 
 
 def _of_kv_heads(keys: Any, case: FlexCase) -> Any:

@@ -17,8 +17,7 @@ from . import flex
 from .flex import (
     FlexCase,
     FlexInputs,
-    attended,
-    block_mask_of,
+    block_mask_of_case,
     empty_array,
     listed_positions,
     make_flex_inputs,
@@ -79,10 +78,7 @@ def make_flex_backward_inputs(case: FlexCase, device: str = "cuda") -> FlexInput
         tensor.requires_grad_()
     if inputs.mask is None:
         return inputs
-    seen = attended(inputs.mask, case, device)
-    lengths, python = (case.s_q, case.s_k), inputs.mask.python
-    mask = block_mask_of(seen, lengths, case.block, python, separate=case.separate, by_columns=True)
-    return replace(inputs, block_mask=mask)
+    return replace(inputs, block_mask=block_mask_of_case(case, inputs.mask, device, by_columns=True))
 
 
 def make_flex_gradients(inputs: FlexInputs, of: str = "out") -> Gradients:
