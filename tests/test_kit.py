@@ -12,33 +12,26 @@ import pytest
 
 from kit import (
     DenseCase,
-    DenseInputs,
     SparseCase,
     Tolerance,
     check_close,
-    lse_tolerance,
     make_dense_inputs,
     make_sparse_inputs,
-    out_tolerance,
 )
-from kit.generators import GARBAGE_PAGE, SHARP_FACTOR
+from kit.generators import GARBAGE_PAGE
 from kit.plans import LAYOUTS, check_plan, write_plan
 from kit.sparse import block_fields, block_stride
 from rawmla import reference
 
 torch = pytest.importorskip("torch")
+from operations.mla_decode import check  # noqa: E402
+from operations.mla_decode import reference as exact  # noqa: E402
 
 LAYOUT_CASES = (
     DenseCase(b=4, h_q=2, s_k=100, varlen=True, page_block_size=16, seed=4),
     DenseCase(b=9, s_q=2, h_q=4, h_kv=2, s_k=70, varlen=True, zero_lengths=True, block_gap=3, table_gap=2),
     DenseCase(b=3, h_q=3, lengths=(0, 256, 257), page_block_size=256, dtype="float16", poison="inf"),
 )
-
-
-def decode(inputs: DenseInputs, **options: Any) -> tuple[np.ndarray, np.ndarray]:
-    """The NumPy reference on a case's inputs."""
-    arrays = inputs.q, inputs.k_cache, inputs.block_table, inputs.cache_seqlens
-    return reference.flash_mla_with_kvcache(*arrays, 512, causal=inputs.case.causal, **options)
 
 
 # ---- generators
@@ -123,27 +116,22 @@ def test_check_close(convert: Any, part_elements: int, monkeypatch: pytest.Monke
 def test_tolerances(dtype: str, sharp: bool) -> None:
     """They let through what rounding does, and no token left out, wrong scale, swapped heads or column."""
     case = DenseCase(b=4, s_q=2, h_q=16, lengths=(2, 20, 140, 2000), dtype=dtype, sharp=sharp)
-    inputs = make_dense_inputs(case, "numpy")
-    want = decode(inputs)
+    inputs = make_dense_inputs(case, "torch", "cpu")
+    want = exact(inputs)
 
     def rounded(lengths: Any = inputs.cache_seqlens, scale: float = 1.0) -> Any:
-        out, lse = decode(replace(inputs, cache_seqlens=lengths), softmax_scale=case.d_qk**-0.5 * scale)
-        return out.astype(inputs.q.dtype), lse.astype(np.float32)
+        out, lse = exact(replace(inputs, cache_seqlens=lengths), softmax_scale=case.d_qk**-0.5 * scale)
+        return out.to(inputs.q.dtype), lse.float()
 
     out, lse = rounded()
-
-    def check(out: Any, lse: Any) -> None:
-        check_close("out", out, want[0], out_tolerance(dtype))
-        check_close("lse", lse, want[1], lse_tolerance(SHARP_FACTOR if sharp else 1.0))
-
-    check(out, lse)
-    swapped, column = out.copy(), out.copy()
+    check(inputs, (out, lse), want)
+    swapped, column = out.clone(), out.clone()
     swapped[3, 1, [4, 6]] = out[3, 1, [6, 4]]
     column[3, 1, 5, 511] = 0.01
     wrong = rounded(inputs.cache_seqlens - 1), rounded(scale=1.01)
     for results in (*wrong, (swapped, lse), (column, lse)):
         with pytest.raises(AssertionError):
-            check(*results)
+            check(inputs, results, want)
 
 
 # ---- sparse generators
@@ -171,22 +159,17 @@ def named_slots(k_cache: np.ndarray, indices: np.ndarray, lengths: np.ndarray | 
     return named
 
 
-def sources_of(inputs: Any) -> list[tuple[Any, Any, Any, int]]:
-    """(cache, indices, lengths, page size) of the cache and, where there is one, of the extra cache."""
-    case = inputs.case
-    sources = [(inputs.k_cache, inputs.indices, inputs.topk_length, case.page_block_size)]
-    if case.extra_topk:
-        extra = (inputs.extra_k_cache, inputs.extra_indices, inputs.extra_topk_length)
-        sources.append((*extra, case.extra_page_block_size))
-    return sources
-
-
 @pytest.mark.parametrize("case", SPARSE_CASES, ids=lambda case: case.id)
 def test_every_byte_that_no_index_names_is_poison(case: SparseCase) -> None:
     inputs = make_sparse_inputs(case, "numpy")
     assert inputs.q.shape == (case.b, case.s_q, case.h_q, case.width) and inputs.q.dtype.name == "bfloat16"
     nowhere = np.isnan if case.poison == "nan" else (lambda x: ~np.isfinite(x))
-    for cache, indices, lengths, page in sources_of(inputs):
+    sources = [("", case.page_block_size)]
+    sources += [("extra_", case.extra_page_block_size)] if case.extra_topk else []
+    for prefix, page in sources:
+        cache, indices, lengths = (
+            getattr(inputs, f"{prefix}{name}") for name in ("k_cache", "indices", "topk_length")
+        )
         form = case.format
         raw = cache.view(np.uint8)
         assert raw.shape[1:] == (page, 1, form.token_bytes) and cache.strides[0] == block_stride(case, page)

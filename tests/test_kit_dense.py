@@ -54,6 +54,8 @@ CASES = (
     MhaCase(**{**SEGMENTS, "d_v": 24}, packed="kv4", k_used=(1, 2, 0, 1)),
     MhaCase(**SAME, packed="qkv", q_used=(1, 0, 2, 1)),
     MhaCase(**{**SAME, "d_v": 24}, packed="qkv4", rows_around=1),
+    MhaCase(**{**FIXED, "b": 0}),
+    MhaCase(q_lengths=(), k_lengths=(), rows_around=2, d_qk=24, d_v=16),
 )
 GRADIENTS = ("out", "lse", "both")
 
@@ -230,9 +232,7 @@ def on_host(inputs: PrefixInputs) -> PrefixInputs:
 
 @pytest.mark.parametrize("case", PREFIX_CASES, ids=name_of)
 def test_the_reference_of_prefixes(case: PrefixCase) -> None:
-    """It gives what the definition gives of NumPy arrays, and rounded the bits of the one of tensors. All
-    write the same rows.
-    """
+    """It gives what the definition gives of NumPy arrays, and rounded of tensors; all write the same rows."""
     inputs = make_prefix_inputs(case, "cpu")
     got, rows = prefix_reference(inputs), written_rows(inputs)
     others = torch.ones(len(got), dtype=torch.bool)
@@ -273,14 +273,6 @@ def test_caches_and_tables_hold_the_gap(case: PrefixCase) -> None:
         if array is not None:
             whole = torch.empty(0, dtype=array.dtype).set_(array.untyped_storage())
             assert int(whole.isfinite().sum()) == sum(case.query_lengths) * array.shape[1] * case.d
-
-
-def rounded_prefix(inputs: PrefixInputs) -> Any:
-    """What an exact kernel would give."""
-    want = prefix_reference(inputs)
-    if inputs.case.out_scale is None:
-        return want.to(inputs.q.dtype)
-    return encode_out(want / float(inputs.out_scale))
 
 
 @pytest.mark.parametrize("dtype", ("bfloat16", "float16"))

@@ -37,9 +37,7 @@ def _chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def check(exact: Any, of_arrays: Any, of_tensors: Any, dtypes: tuple[Any, ...]) -> None:
-    """Results of NumPy arrays are exact, and those of tensors are the same, rounded to the dtypes that the
-    GPU function returns.
-    """
+    """Results of NumPy arrays are exact; those of tensors are rounded to the dtypes of the GPU function."""
     for want, one, other, dtype in zip(exact, of_arrays, of_tensors, dtypes, strict=True):
         assert one.dtype == np.float64 and other.dtype == dtype
         np.testing.assert_allclose(one, want.numpy(), rtol=1e-10, atol=1e-13)

@@ -13,7 +13,7 @@ from typing import Any
 from rawmla.flex.block_mask import BlockMask
 
 from .functions import BIASES, MASKS, SCORES, Function, Sizes
-from .generators import changed_fields
+from .generators import Case
 from .mha import in_gaps, problems_of_lse, problems_of_out
 
 CHUNK_SCORES = 1 << 25
@@ -24,7 +24,7 @@ CHUNK_SCORES = 1 << 25
 
 
 @dataclass(frozen=True)
-class FlexCase:
+class FlexCase(Case):
     """One call.
 
     Attributes:
@@ -62,11 +62,6 @@ class FlexCase:
     gap: float = nan
     gap_keys: int = 128
     seed: int = 0
-
-    @property
-    def id(self) -> str:
-        """What differs from the defaults."""
-        return changed_fields(self)
 
     def sizes(self, device: str) -> Sizes:
         """For its functions."""
@@ -125,10 +120,10 @@ def make_flex_inputs(case: FlexCase, device: str = "cuda") -> FlexInputs:
     block_mask = None
     if mask is not None:
         seen = attended(mask, case, device)
-        lengths = (case.s_q, case.s_k)
-        block_mask = block_mask_of(seen, lengths, case.block, mask.python, separate=case.separate)
+        block_mask = block_mask_of_case(case, mask, device)
         if case.s_q and case.s_k:
-            listed = _whole_runs(_of_kv_heads(listed_keys(block_mask), case), case.gap_keys)
+            some, full = listed_positions(block_mask)
+            listed = _whole_runs(_of_kv_heads((some | full).any(2), case), case.gap_keys)
             hidden = ~_of_kv_heads(seen.any(2), case), ~listed
             values["k"][hidden[0]], values["v"][hidden[1]] = case.gap, case.gap
     made = []
@@ -162,6 +157,14 @@ def attended(mask: Function, case: FlexCase, device: str) -> Any:
     return seen.expand(batches, heads, case.s_q, case.s_k)
 
 
+def block_mask_of_case(case: FlexCase, mask: Function, device: str, *, by_columns: bool = False) -> BlockMask:
+    """The block mask of a case's mask."""
+    seen, lengths = attended(mask, case, device), (case.s_q, case.s_k)
+    return block_mask_of(
+        seen, lengths, case.block, mask.python, separate=case.separate, by_columns=by_columns
+    )
+
+
 def _of_kv_heads(keys: Any, case: FlexCase) -> Any:
     """From `[B, H, s_k]`, by query heads, to `[b_kv, h_kv, s_k]`: those that a query head marks."""
     keys = keys.expand(case.b, case.h_q, case.s_k).unflatten(1, (case.h_kv, -1)).any(2)
@@ -184,9 +187,7 @@ def block_mask_of(
     separate: bool = True,
     by_columns: bool = False,
 ) -> BlockMask:
-    """The mask of what is attended, bool `[B, H, s_q, s_k]`, in torch alone; `by_columns`: with the lists of
-    columns, which a backward pass reads.
-    """
+    """The mask of attended pairs, bool `[B, H, s_q, s_k]`; `by_columns`: with what a backward pass reads."""
     import torch
 
     rows, columns = (-(-length // size) for length, size in zip(lengths, block, strict=True))
@@ -205,12 +206,6 @@ def block_mask_of(
         parts += [listed.sum(-1, dtype=torch.int32), order.int()]
     parts += [block, mask_mod]
     return BlockMask(*parts)
-
-
-def listed_keys(block_mask: Any) -> Any:
-    """bool `[B, H, s_k]`: the keys in blocks that a row lists."""
-    partial_blocks, full = listed_positions(block_mask)
-    return (partial_blocks | full).any(2)
 
 
 def listed_positions(block_mask: Any) -> tuple[Any, Any]:

@@ -7,7 +7,6 @@ its results.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import inf, prod
 from typing import Any
@@ -18,8 +17,7 @@ from . import flex
 from .flex import (
     FlexCase,
     FlexInputs,
-    attended,
-    block_mask_of,
+    block_mask_of_case,
     empty_array,
     listed_positions,
     make_flex_inputs,
@@ -80,10 +78,7 @@ def make_flex_backward_inputs(case: FlexCase, device: str = "cuda") -> FlexInput
         tensor.requires_grad_()
     if inputs.mask is None:
         return inputs
-    seen = attended(inputs.mask, case, device)
-    lengths, python = (case.s_q, case.s_k), inputs.mask.python
-    mask = block_mask_of(seen, lengths, case.block, python, separate=case.separate, by_columns=True)
-    return replace(inputs, block_mask=mask)
+    return replace(inputs, block_mask=block_mask_of_case(case, inputs.mask, device, by_columns=True))
 
 
 def make_flex_gradients(inputs: FlexInputs, of: str = "out") -> Gradients:
@@ -136,7 +131,7 @@ def reference_backward(
     out, lse = reference(inputs)[:2] if results is None else results
     arrays = [torch.zeros(x.shape, dtype=torch.float64, device=q.device) for x in (q, k, v)]
     squares = [[x.new_zeros(x.shape[:-1]) for x in arrays] for _ in range(2)]
-    captures = _Captures.of(inputs)
+    captures = _Captures(inputs)
     (b, h_q, s_q, _), (b_kv, h_kv, s_k, _) = q.shape, v.shape
     if prod((b, s_q, s_k)):
         lists = None if inputs.block_mask is None else listed_positions(inputs.block_mask)
@@ -152,19 +147,13 @@ def reference_backward(
 class _Captures:
     """The sums of captured gradients: exact ones, and of errors of their terms, with random signs."""
 
-    def __init__(self, tensors: Mapping[str, Any], device: Any) -> None:
+    def __init__(self, inputs: FlexInputs) -> None:
         import torch
 
-        self.tensors = tensors
-        self._draw = torch.Generator(device).manual_seed(0)
-        self._sums: list[list[Any]] = [[x.new_zeros(x.shape) for x in tensors.values()]]
-        self._sums += [[x.new_zeros(x.shape) for x in tensors.values()] for _ in range(DRAWS)]
-
-    @classmethod
-    def of(cls, inputs: FlexInputs) -> _Captures:
         found = captured_tensors(inputs)
-        tensors = {name: x.detach().double().requires_grad_() for name, x in found.items()}
-        return cls(tensors, inputs.q.device)
+        self.tensors = {name: x.detach().double().requires_grad_() for name, x in found.items()}
+        self._draw = torch.Generator(inputs.q.device).manual_seed(0)
+        self._sums = [[x.new_zeros(x.shape) for x in self.tensors.values()] for _ in range(1 + DRAWS)]
 
     def add(self, scores: Any, grad: Any, lost: Any, of_rows: tuple[Any, ...]) -> None:
         """What these gradients of scores give, and these errors of them: `lost` of each, and of rows."""

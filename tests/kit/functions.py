@@ -144,7 +144,7 @@ Builder = Callable[[Sizes], Function]
 def _function(
     make: Callable[..., Callable[..., Any]],
     code: str,
-    grad: str | None = None,
+    grad: str | None = "grad",
     captures: Callable[[Sizes], Mapping[str, Any]] = lambda n: {},
     capture_grads: Mapping[str, Any] | None = None,
     in_torch: Callable[..., Callable[..., Any]] | None = None,
@@ -164,6 +164,9 @@ def _function(
 
 def _of_arrays(make: Callable[..., Callable[..., Any]], xp: Any, captures: Any, *at: Any) -> Any:
     return make(xp, **vars(captures))(*at)
+
+
+_mask = partial(_function, grad=None)
 
 
 def _bias(order: str, dtype: str = "float32", chained: bool = False) -> Builder:
@@ -197,7 +200,7 @@ def _torch() -> Any:
 
 
 SCORES: dict[str, Builder] = {
-    "identity": _function(lambda xp: lambda s, b, h, q, k: s, "score", "grad"),
+    "identity": _function(lambda xp: lambda s, b, h, q, k: s, "score"),
     "twice": _function(lambda xp: lambda s, b, h, q, k: 2 * s, "2 * score", "2 * grad"),
     "square": _function(lambda xp: lambda s, b, h, q, k: s**2, "score * score", "2 * score * grad"),
     "reciprocal": _function(
@@ -244,47 +247,40 @@ SCORES: dict[str, Builder] = {
         lambda n: {"fill": n.randn(n.s_k) * 0 - 1e9},
         {"fill": ("kv_idx", "q_idx >= kv_idx && q_idx % 50 != 7 ? 0.0f : grad")},
     ),
-    "relative": _function(lambda xp: lambda s, b, h, q, k: s + (q - k), "score + (q_idx - kv_idx)", "grad"),
+    "relative": _function(lambda xp: lambda s, b, h, q, k: s + (q - k), "score + (q_idx - kv_idx)"),
     "relative table": _function(
         lambda xp, table, shift: lambda s, b, h, q, k: s + table[q - k + shift],
         "score + table(q_idx - kv_idx + shift)",
-        "grad",
-        lambda n: {"table": n.randn(n.s_q + n.s_k), "shift": n.s_k},
-        {"table": ("q_idx - kv_idx + shift", "grad")},
+        captures=lambda n: {"table": n.randn(n.s_q + n.s_k), "shift": n.s_k},
+        capture_grads={"table": ("q_idx - kv_idx + shift", "grad")},
     ),
     "clamped table": _function(
         lambda xp, table: lambda s, b, h, q, k: s + table[xp.clip(q - k, -16, 16) + 16],
         "score + table(max_int(min_int(q_idx - kv_idx, 16), -16) + 16)",
-        "grad",
-        lambda n: {"table": n.randn(33)},
-        {"table": ("max_int(min_int(q_idx - kv_idx, 16), -16) + 16", "grad")},
+        captures=lambda n: {"table": n.randn(33)},
+        capture_grads={"table": ("max_int(min_int(q_idx - kv_idx, 16), -16) + 16", "grad")},
     ),
     "absolute": _function(
-        lambda xp: lambda s, b, h, q, k: s - 0.05 * abs(q - k),
-        "score - 0.05f * fabsf(q_idx - kv_idx)",
-        "grad",
+        lambda xp: lambda s, b, h, q, k: s - 0.05 * abs(q - k), "score - 0.05f * fabsf(q_idx - kv_idx)"
     ),
     "alibi": _function(
         lambda xp, heads: lambda s, b, h, q, k: s + xp.exp2(-((h + 1) * 8.0 / heads)) * (k - q),
         "score + exp2f(-(h + 1) * 8.0f / heads) * (kv_idx - q_idx)",
-        "grad",
-        lambda n: {"heads": n.h},
+        captures=lambda n: {"heads": n.h},
     ),
     "alibi table": _function(
         lambda xp, slopes: lambda s, b, h, q, k: s - slopes[h] * abs(q - k),
         "score - slopes(h) * fabsf(q_idx - kv_idx)",
-        "grad",
-        lambda n: {"slopes": n.randn(n.h, dtype="bfloat16").abs() / 4},
-        {"slopes": ("h", "-grad * fabsf(q_idx - kv_idx)")},
-        lambda slopes: lambda s, b, h, q, k: s - slopes[h].float() * (q - k).abs(),
+        captures=lambda n: {"slopes": n.randn(n.h, dtype="bfloat16").abs() / 4},
+        capture_grads={"slopes": ("h", "-grad * fabsf(q_idx - kv_idx)")},
+        in_torch=lambda slopes: lambda s, b, h, q, k: s - slopes[h].float() * (q - k).abs(),
     ),
     # The same for all keys of a row: only lse shows it.
     "head offset": _function(
         lambda xp, offset: lambda s, b, h, q, k: s + offset[h],
         "score + offset(h)",
-        "grad",
-        lambda n: {"offset": n.randn(n.h)},
-        {"offset": ("h", "grad")},
+        captures=lambda n: {"offset": n.randn(n.h)},
+        capture_grads={"offset": ("h", "grad")},
     ),
     "head scale": _function(
         lambda xp, factor: lambda s, b, h, q, k: s * factor[h],
@@ -324,9 +320,8 @@ SCORES: dict[str, Builder] = {
     "symmetric bias": _function(
         lambda xp, bias: lambda s, b, h, q, k: s + bias[q, k] + bias[k, q],
         "score + bias(q_idx, kv_idx) + bias(kv_idx, q_idx)",
-        "grad",
-        lambda n: {"bias": n.randn(n.extent, n.extent)},
-        {"bias": (("q_idx, kv_idx", "grad"), ("kv_idx, q_idx", "grad"))},
+        captures=lambda n: {"bias": n.randn(n.extent, n.extent)},
+        capture_grads={"bias": (("q_idx, kv_idx", "grad"), ("kv_idx, q_idx", "grad"))},
     ),
     "scalar": _function(
         lambda xp, factor: lambda s, b, h, q, k: s * factor,
@@ -350,16 +345,15 @@ for (int i = 0; i < 3; ++i) {
     far += step * step;
 }
 return score - far;""",
-        "grad",
-        lambda n: {"places": n.randn(n.extent, 3)},
-        {
+        captures=lambda n: {"places": n.randn(n.extent, 3)},
+        capture_grads={
             "places": [
                 (f"{own}_idx, {i}", f"-2 * grad * (places({own}_idx, {i}) - places({other}_idx, {i}))")
                 for own, other in (("q", "kv"), ("kv", "q"))
                 for i in range(3)
             ]
         },
-        lambda places: lambda s, b, h, q, k: s - (places[q] - places[k]).square().sum(-1),
+        in_torch=lambda places: lambda s, b, h, q, k: s - (places[q] - places[k]).square().sum(-1),
     ),
     "xor": _function(
         lambda xp: lambda s, b, h, q, k: xp.where((q ^ k) % 2 == 0, s, s * 0.5),
@@ -391,21 +385,19 @@ return own == other ? score + 0.01f * apart : -kInfinity;""",
     "paged": _function(
         lambda xp, pages, bias, page: lambda s, b, h, q, k: s + bias[pages[b, k // page] * page + k % page],
         "score + bias(pages(b, kv_idx / page) * page + kv_idx % page)",
-        "grad",
-        lambda n: {"pages": n.pages(), "bias": n.randn(-(-n.s_k // PAGE) * PAGE), "page": PAGE},
-        {"bias": ("pages(b, kv_idx / page) * page + kv_idx % page", "grad")},
+        captures=lambda n: {"pages": n.pages(), "bias": n.randn(-(-n.s_k // PAGE) * PAGE), "page": PAGE},
+        capture_grads={"bias": ("pages(b, kv_idx / page) * page + kv_idx % page", "grad")},
     ),
     # A table is indexed by a value of a narrow type that was loaded.
     "gathered": _function(
         lambda xp, table, narrow: lambda s, b, h, q, k: s + table[b, narrow[k] + 0 * k],
         "score + table(b, narrow(kv_idx))",
-        "grad",
-        lambda n: {
+        captures=lambda n: {
             "table": n.randn(n.b, 64, dtype="bfloat16"),
             "narrow": n.integers(-64, 64, n.s_k, dtype="int8"),
         },
-        {"table": ("b, narrow(kv_idx)", "grad")},
-        lambda table, narrow: lambda s, b, h, q, k: s + table[b][narrow[k].int()],
+        capture_grads={"table": ("b, narrow(kv_idx)", "grad")},
+        in_torch=lambda table, narrow: lambda s, b, h, q, k: s + table[b][narrow[k].int()],
     ),
 }
 """Score functions by name."""
@@ -418,50 +410,48 @@ BIASES: dict[str, Builder] = {
 """Biases of two to four dimensions in every order, by the names that some have in SCORES too."""
 
 MASKS: dict[str, Builder] = {
-    "causal": _function(lambda xp: lambda b, h, q, k: q >= k, "q_idx >= kv_idx"),
-    "window": _function(
+    "causal": _mask(lambda xp: lambda b, h, q, k: q >= k, "q_idx >= kv_idx"),
+    "window": _mask(
         lambda xp, width: lambda b, h, q, k: (q >= k) & (q - k <= width),
         "q_idx >= kv_idx && q_idx - kv_idx <= width",
         captures=lambda n: {"width": max(1, n.s_k // 5)},
     ),
-    "documents": _function(
+    "documents": _mask(
         lambda xp, documents: lambda b, h, q, k: (documents[b, q] == documents[b, k]) & (q >= k),
         "documents(b, q_idx) == documents(b, kv_idx) && q_idx >= kv_idx",
         captures=lambda n: {"documents": n.documents()},
     ),
-    "prefix": _function(
+    "prefix": _mask(
         lambda xp, prefix: lambda b, h, q, k: (k < prefix[b]) | (q >= k),
         "kv_idx < prefix(b) || q_idx >= kv_idx",
         captures=lambda n: {"prefix": n.integers(0, n.s_k + 1, n.b, dtype="int64")},
     ),
-    "dilated": _function(
+    "dilated": _mask(
         lambda xp: lambda b, h, q, k: (q >= k) & ((q - k) % 3 == 0),
         "q_idx >= kv_idx && (q_idx - kv_idx) % 3 == 0",
     ),
-    "diagonal": _function(lambda xp: lambda b, h, q, k: q // 48 == k // 48, "q_idx / 48 == kv_idx / 48"),
-    "checkered": _function(
+    "diagonal": _mask(lambda xp: lambda b, h, q, k: q // 48 == k // 48, "q_idx / 48 == kv_idx / 48"),
+    "checkered": _mask(
         lambda xp: lambda b, h, q, k: (q // 128 + k // 128) % 3 == 0, "(q_idx / 128 + kv_idx / 128) % 3 == 0"
     ),
-    "odd keys": _function(lambda xp: lambda b, h, q, k: (q >= 0) & (k % 2 == 1), "kv_idx % 2 == 1"),
-    "padding": _function(
+    "odd keys": _mask(lambda xp: lambda b, h, q, k: (q >= 0) & (k % 2 == 1), "kv_idx % 2 == 1"),
+    "padding": _mask(
         lambda xp, length: lambda b, h, q, k: (q < length[b]) & (k < length[b]),
         "q_idx < length(b) && kv_idx < length(b)",
         captures=lambda n: {"length": n.lengths()},
     ),
-    "empty": _function(lambda xp: lambda b, h, q, k: (q < 0) & (k < 0), "false"),
-    "lower half": _function(
+    "empty": _mask(lambda xp: lambda b, h, q, k: (q < 0) & (k < 0), "false"),
+    "lower half": _mask(
         lambda xp, half: lambda b, h, q, k: (q >= half) & (k >= 0),
         "q_idx >= half",
         captures=lambda n: {"half": n.s_q // 2},
         in_torch=lambda half: lambda b, h, q, k: q >= half,
     ),
-    "per batch": _function(
+    "per batch": _mask(
         lambda xp: lambda b, h, q, k: abs(q - k) < 20 + 90 * b, "fabsf(q_idx - kv_idx) < 20 + 90 * b"
     ),
-    "per head": _function(
-        lambda xp: lambda b, h, q, k: abs(q - k) <= 40 * h, "fabsf(q_idx - kv_idx) <= 40 * h"
-    ),
-    "random": _function(
+    "per head": _mask(lambda xp: lambda b, h, q, k: abs(q - k) <= 40 * h, "fabsf(q_idx - kv_idx) <= 40 * h"),
+    "random": _mask(
         lambda xp, chosen: lambda b, h, q, k: chosen[q, k],
         "chosen(q_idx, kv_idx)",
         captures=lambda n: {"chosen": n.randn(n.s_q, n.s_k) > 0},

@@ -23,18 +23,24 @@ SHARP_FACTOR = 48.0
 _POISON = {"nan": float("nan"), "inf": float("inf"), "none": None}
 
 
-def changed_fields(case: Any) -> str:
-    """What differs from the defaults in a case: its name."""
-    changed = [
-        f"{one.name}={getattr(case, one.name)}"
-        for one in fields(case)
-        if getattr(case, one.name) not in (one.default,)  # NaN is in (NaN,)
-    ]
-    return " ".join(changed).replace(", ", ",") or "default"
+class Case:
+    """What a dataclass of a call's sizes and options has besides its fields."""
+
+    __slots__ = ()
+
+    @property
+    def id(self) -> str:
+        """What differs from the defaults: a name for people and for pytest."""
+        changed = [
+            f"{one.name}={getattr(self, one.name)}"
+            for one in fields(self)  # type: ignore[arg-type]
+            if getattr(self, one.name) not in (one.default,)  # NaN is in (NaN,)
+        ]
+        return " ".join(changed).replace(", ", ",") or "default"
 
 
 @dataclass(frozen=True, slots=True)
-class DenseCase:
+class DenseCase(Case):
     """One dense decoding problem.
 
     Attributes:
@@ -70,11 +76,6 @@ class DenseCase:
     poison: str = "nan"
     block_gap: int = 0
     table_gap: int = 0
-
-    @property
-    def id(self) -> str:
-        """What differs from the defaults."""
-        return changed_fields(self)
 
     def request_lengths(self) -> list[int]:
         """Tokens per request; the same for every dtype, layout and framework."""

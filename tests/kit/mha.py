@@ -13,7 +13,7 @@ from math import inf
 from typing import Any
 
 from .compare import Tolerance, in_parts, measure
-from .generators import changed_fields
+from .generators import Case
 
 CHUNK_SCORES = 1 << 25
 """Scores, and numbers of keys and values, of one step of the reference (256 MiB in float64), unless the keys
@@ -29,7 +29,7 @@ _ANY = Tolerance(absolute=inf, relative=inf)
 
 
 @dataclass(frozen=True)
-class MhaCase:
+class MhaCase(Case):
     """One call.
 
     Attributes:
@@ -71,11 +71,6 @@ class MhaCase:
     spread: float = 1.0
     gap: float = float("nan")
     seed: int = 0
-
-    @property
-    def id(self) -> str:
-        """What differs from the defaults."""
-        return changed_fields(self)
 
 
 @dataclass
@@ -389,9 +384,7 @@ def check_mha(
 
 
 def problems_of_lse(name: str, got: Any, want: Any, *, approximate: bool) -> list[str]:
-    """What is wrong with lse or the largest scores: an error of more than 1e-4 and 2e-6 of the value; of 1e-2
-    where instructions are approximate.
-    """
+    """What is wrong with lse or largest scores: more than 1e-4 and 2e-6 of it, or approximate 1e-2."""
     problems = []
     if measure(got, want, _ANY).misplaced:
         problems.append(f"{name} is infinite or NaN elsewhere than in the reference")

@@ -96,9 +96,7 @@ def stored_by_heads(x: Any) -> Any:
 
 
 def rows_in_use(inputs: MhaInputs) -> tuple[Any, Any]:
-    """The rows of q that attend something and the rows of k that something attends, of the shapes of q and k
-    without heads and columns.
-    """
+    """Which rows of q attend something, and which rows of k something attends."""
     import torch
 
     device = inputs.q.device
@@ -334,9 +332,7 @@ def problems_of_rows(
 def _problems_of_gradient(
     i: int, got: Any, want: BackwardResults, dtype: str, times: float, rows: float
 ) -> list[str]:
-    """What is wrong with dq, dk or dv: it may be off by `times` times the error of rounding to the dtype, and
-    each row by `rows` times as much.
-    """
+    """What is wrong with dq, dk or dv: an error of `times` the rounding, in a row `rows` times as much."""
     name, values, size, floor = NAMES[i], want.values[i], want.sizes[i], want.floors[i]
     if not got.numel():
         return []

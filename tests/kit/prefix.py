@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .compare import in_parts
-from .generators import changed_fields
+from .generators import Case
 from .mha import HALF_STEP, LEAST, bounds_of, flash_attn_func, in_gaps, problems_of_out, sink_of, used_rows
 
 GARBAGE = {"int32": 2**31 - 1, "int64": 2**62 + 1, "pointers": 2**62 + 1}
@@ -20,7 +20,7 @@ E4M3_LARGEST = 448.0
 
 
 @dataclass(frozen=True)
-class PrefixCase:
+class PrefixCase(Case):
     """One call.
 
     Attributes:
@@ -75,11 +75,6 @@ class PrefixCase:
     uniform: float = 0.0
     gap: float = float("nan")
     seed: int = 0
-
-    @property
-    def id(self) -> str:
-        """What differs from the defaults."""
-        return changed_fields(self)
 
     @property
     def float8(self) -> str | None:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .generators import SHARP_FACTOR, as_framework, changed_fields, sharp_rows
+from .generators import SHARP_FACTOR, Case, as_framework, sharp_rows
 
 INT_MIN = -(2**31)
 INT_MAX = 2**31 - 1
@@ -58,7 +58,7 @@ def row_format(layout: str, d_qk: int) -> RowFormat:
 
 
 @dataclass(frozen=True, slots=True)
-class SparseCase:
+class SparseCase(Case):
     """One sparse decoding problem.
 
     Attributes:
@@ -121,11 +121,6 @@ class SparseCase:
     def format(self) -> RowFormat:
         """Places of the fields of a token."""
         return row_format(self.layout, self.width)
-
-    @property
-    def id(self) -> str:
-        """What differs from the defaults."""
-        return changed_fields(self)
 
 
 @dataclass(slots=True)

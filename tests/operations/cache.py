@@ -23,7 +23,7 @@ from .caches import (
     to_host,
     values,
 )
-from .core import Call, Operation, Sizes, spoilt, wrong_value
+from .core import Call, Operation, Sizes, spoilt, without, wrong_value
 from .memory import CANARY
 
 PAGE, NUM_BLOCKS = 64, 8
@@ -100,7 +100,7 @@ WRITE = Operation(
     any_integer=("slot_mapping",),
     floats=lambda case: ("kv_c", "k_pe"),
     strides={"kv_c": ("columns", "unaligned", "odd"), "k_pe": ("columns", "unaligned", "odd")},
-    empty={"no tokens": (lambda a: {name: a[name][:0] for name in ("kv_c", "k_pe", "slot_mapping")}, {})},
+    empty={"no tokens": (without("kv_c", "k_pe", "slot_mapping"), {})},
     bad={
         "another number of rows": spoilt("k_pe", lambda x: x[:-1]),
         "one slot too few": spoilt("slot_mapping", lambda x: x[:-1]),
@@ -177,14 +177,8 @@ GATHER = Operation(
     strides={"block_table": ("columns", "odd")},
     out=lambda out: ((1, 1), (0, 24)),
     empty={
-        "no requests": (
-            lambda a: {
-                name: a[name][:0]
-                for name in ("block_table", "cache_seqlens", "workspace_starts", "seq_starts")
-            },
-            {},
-        ),
-        "no rows": (lambda a: {"out": a["out"][:0]}, {"out": 0}),
+        "no requests": (without("block_table", "cache_seqlens", "workspace_starts", "seq_starts"), {}),
+        "no rows": (without("out"), {"out": 0}),
     },
     bad={
         "one length too few": spoilt("cache_seqlens", lambda x: x[:-1]),
@@ -225,7 +219,7 @@ QUANTIZE = Operation(
     floats=lambda case: ("k_cache",),
     strides={"k_cache": ("wide", "columns", "permuted", "unaligned", "odd")},
     out=lambda out: ((1, 1), (0, 0), (0, 0), (0, 0)),
-    empty={"no blocks": (lambda a: {"k_cache": a["k_cache"][:0]}, {"cache": 0})},
+    empty={"no blocks": (without("k_cache"), {"cache": 0})},
     bad={
         "another layout": wrong_value("layout", "v33"),
         "layout of another width": spoilt("k_cache", lambda x: x[..., :448]),
@@ -266,7 +260,7 @@ DEQUANTIZE = Operation(
     kernels=("mla_cache_gather",),
     arrays=("cache",),
     floats=lambda case: (),
-    empty={"no blocks": (lambda a: {"cache": a["cache"][:0]}, {"k_cache": 0})},
+    empty={"no blocks": (without("cache"), {"k_cache": 0})},
     bad={"another layout": wrong_value("layout", "v33")},
     changes=dequantize_changes,
 )
@@ -324,11 +318,8 @@ CONVERT = Operation(
     },
     out=lambda out: ((1, 1), (1, 2), (3, 4)),
     empty={
-        "no rows": (
-            lambda a: {"indices": a["indices"][:0], "request_ids": a["request_ids"][:0]},
-            {"slots": 0, "counts": 0},
-        ),
-        "no columns": (lambda a: {"indices": a["indices"][..., :0]}, {"slots": 2}),
+        "no rows": (without("indices", "request_ids"), {"slots": 0, "counts": 0}),
+        "no columns": (without("indices", axis=2), {"slots": 2}),
     },
     bad={
         "page of 0 tokens": wrong_value("page_block_size", 0),

@@ -1,6 +1,4 @@
-"""What an entry of the table is: `Operation`, a public function and what is special about it, and `Call`, one
-call of it with arrays.
-"""
+"""Entries of the table: `Operation`, what is special about a public function, and `Call`, one call of it."""
 
 from __future__ import annotations
 
@@ -247,6 +245,12 @@ def spoilt(name: str, change: Callable[[Any], Any], error: type[Exception] = Val
     return error, name, lambda arguments: {name: change(arguments.get(name))}
 
 
+def without(*names: str, axis: int = 0) -> Callable[[Arguments], Arguments]:
+    """A change of arguments, for `Operation.empty`: arrays of which a dimension is 0."""
+    part = (*(slice(None),) * axis, slice(0))
+    return lambda arguments: {name: change_arrays(arguments[name], lambda x: x[part]) for name in names}
+
+
 def wrong_value(name: str, value: Any, error: type[Exception] = ValueError) -> Bad:
     """A value that an argument must not have."""
     return error, name, lambda arguments: {name: value}
@@ -285,9 +289,7 @@ def assert_results(text: str, call: Call, got: tuple[Any, ...], want: tuple[Any,
 
 
 def assert_rounded_alike(name: str, got: Any, want: Any) -> None:
-    """Raise unless sums of the same terms differ by a step of their dtype, or what float32 leaves of terms
-    that cancel.
-    """
+    """Raise unless sums of the same terms differ by a step of their dtype, or what float32 leaves of them."""
     step = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}.get(want.dtype, 1e-4)
     torch.testing.assert_close(
         got.double(), want.double(), rtol=step, atol=1e-4, equal_nan=True, msg=lambda text: f"{name}: {text}"

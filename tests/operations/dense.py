@@ -11,7 +11,7 @@ import torch
 import rawmla
 from kit.mha import MhaCase, MhaInputs, check_mha, covered_rows, make_mha_inputs
 
-from .core import Arguments, Call, Operation, assert_same_bits, slices, spoilt, wrong_value
+from .core import Arguments, Call, Operation, assert_same_bits, slices, spoilt, without, wrong_value
 from .memory import CANARY, inner, padded_shape
 
 # ---- calls
@@ -158,15 +158,12 @@ def dense_changes(call: Call) -> Iterator[None]:
         yield from changes_of_segments(call.inputs)
 
 
-FLOATS = ("q", "k", "v", "qkv", "kv", "attn_sink", "alibi_slopes")
-
-
 def floats_of(arrays: tuple[str, ...]) -> Callable[[MhaCase], tuple[str, ...]]:
-    """Those of the names that stand for floating-point arrays in a case."""
+    """Those of the floating-point arrays that a case has."""
 
     def floats(case: MhaCase) -> tuple[str, ...]:
         absent = {"attn_sink": case.sink is None, "alibi_slopes": case.alibi is None}
-        return tuple(name for name in arrays if name in FLOATS and not absent.get(name, False))
+        return tuple(name for name in arrays if not absent.get(name, False))
 
     return floats
 
@@ -253,8 +250,8 @@ MHA = Operation(
     grads=("q", "k", "v", "attn_sink"),
     out=slices,
     empty={
-        "no requests": (lambda a: {x: a[x][:0] for x in ("q", "k", "v")}, {"out": 0, "lse": 0}),
-        "no query tokens": (lambda a: {"q": a["q"][:, :0]}, {"out": 1, "lse": 2}),
+        "no requests": (without("q", "k", "v"), {"out": 0, "lse": 0}),
+        "no query tokens": (without("q", axis=1), {"out": 1, "lse": 2}),
     },
     bad={**BAD, **UNPACKED_BAD},
     changes=dense_changes,
@@ -278,7 +275,7 @@ MHA_VARLEN = replace(
     kernels=("mha_forward",),
     rerun_cases=(MhaCase(**MANY, causal=True),),
     graph_cases=(IN_PLACE, replace(IN_PLACE, causal=True, window=(-1, -1))),
-    empty={"no query tokens": (lambda a: {"q": a["q"][:0]}, {"out": 0, "lse": 0})},
+    empty={"no query tokens": (without("q"), {"out": 0, "lse": 0})},
 )
 
 MHA_QKV = replace(
@@ -299,7 +296,7 @@ MHA_QKV = replace(
     copied=(),
     ordered_like="qkv",
     grads=("qkv",),
-    empty={"no tokens": (lambda a: {"qkv": a["qkv"][:0]}, {"out": 0, "lse": 0})},
+    empty={"no tokens": (without("qkv"), {"out": 0, "lse": 0})},
     bad=BAD,
 )
 
@@ -315,5 +312,5 @@ MHA_KV = replace(
     odd_last=("q", "kv"),
     ordered_like="q",
     grads=("q", "kv"),
-    empty={"no query tokens": (lambda a: {"q": a["q"][:0]}, {"out": 0, "lse": 0})},
+    empty={"no query tokens": (without("q"), {"out": 0, "lse": 0})},
 )

@@ -14,7 +14,16 @@ from kit.mha_backward import Gradients, check_mha_backward, exact_results, make_
 from rawmla.api import dense_backward
 from rawmla.kernels.mha_backward_variants import Needs
 
-from .core import Arguments, Call, Operation, assert_rounded_alike, assert_same_bits, slices, wrong_value
+from .core import (
+    Arguments,
+    Call,
+    Operation,
+    assert_rounded_alike,
+    assert_same_bits,
+    slices,
+    without,
+    wrong_value,
+)
 from .dense import (
     D64,
     D256,
@@ -31,6 +40,7 @@ from .dense import (
     buffer_like,
     changes_of_numbers,
     changes_of_segments,
+    floats_of,
     named_arguments,
 )
 
@@ -139,24 +149,19 @@ def assert_same_gradients(
 # ---- entries
 
 
-def dense_backward_call(inputs: BackwardInputs, *, deterministic: bool) -> Call:
-    """The call of inputs."""
-    function, arguments = named_backward_arguments(inputs)
-    return Call(
-        function,
-        {**arguments, "deterministic": deterministic},
-        NAMES if inputs.inputs.attn_sink is not None else NAMES[:3],
-        lambda got: check_backward(inputs, got),
-        inputs,
-        unordered=() if deterministic else ("dq",),
-    )
-
-
 def make_dense_backward_call(case: BackwardCase, device: str = "cuda") -> Call:
     """The call of a case, with the results of an exact forward."""
     inputs = make_mha_inputs(case.forward, device)
     call = BackwardInputs(inputs, make_mha_gradients(inputs, case.of), exact_results(inputs))
-    return dense_backward_call(call, deterministic=case.deterministic)
+    function, arguments = named_backward_arguments(call)
+    return Call(
+        function,
+        {**arguments, "deterministic": case.deterministic},
+        NAMES if inputs.attn_sink is not None else NAMES[:3],
+        lambda got: check_backward(call, got),
+        call,
+        unordered=() if case.deterministic else ("dq",),
+    )
 
 
 def dense_backward_changes(call: Call) -> Iterator[None]:
@@ -183,13 +188,8 @@ ARRAYS = ("q", "k", "v", "attn_sink", "alibi_slopes", "dout", "out", "lse", "dls
 
 def backward_floats(case: BackwardCase) -> tuple[str, ...]:
     """All arrays of a case but lengths."""
-    absent = (
-        ("attn_sink", case.forward.sink is None),
-        ("alibi_slopes", case.forward.alibi is None),
-        ("dlse", case.of == "out"),
-    )
-    without = {name for name, is_absent in absent if is_absent}
-    return tuple(name for name in ARRAYS if name not in without)
+    names = floats_of(ARRAYS)(case.forward)
+    return names if case.of != "out" else names[:-1]
 
 
 def both_orders(*cases: tuple[MhaCase, str]) -> tuple[BackwardCase, ...]:
@@ -248,12 +248,7 @@ MHA_BACKWARD = Operation(
     out=slices,
     outputs=("dq", "dk", "dv"),
     empty={
-        "no requests": (
-            lambda a: {
-                x: a[x][:0] for x in ("dout", "q", "k", "v", "out", "lse", "dlse") if a[x] is not None
-            },
-            {"dq": 0, "dk": 0, "dv": 0},
-        )
+        "no requests": (without("dout", "q", "k", "v", "out", "lse", "dlse"), {"dq": 0, "dk": 0, "dv": 0})
     },
     bad={"scale 0": wrong_value("softmax_scale", 0.0)},
     changes=dense_backward_changes,

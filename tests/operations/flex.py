@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import rawmla
-from kit.flex import FlexCase, FlexInputs, attended, block_mask_of, check_flex, make_flex_inputs
+from kit.flex import FlexCase, FlexInputs, block_mask_of_case, check_flex, make_flex_inputs
 
 from .core import LISTS, Arguments, Call, Operation, assert_same_bits, slices, spoilt, wrong_value
 from .dense import D256, ONE_KV, PAIR, ROWS, assert_untouched_around, out_buffer, renew
@@ -95,12 +95,8 @@ def make_traced_call(case: FlexCase, device: str = "cuda") -> Call:
 def list_again(inputs: FlexInputs) -> None:
     """Bring the lists up to date, in place, after tensors that the mask reads changed."""
     assert inputs.mask is not None and inputs.block_mask is not None
-    case, known = inputs.case, inputs.block_mask
-    seen = attended(inputs.mask, case, str(inputs.q.device))
-    by_columns = known.q_num_blocks is not None
-    new = block_mask_of(
-        seen, (case.s_q, case.s_k), case.block, None, separate=case.separate, by_columns=by_columns
-    )
+    known = inputs.block_mask
+    new = block_mask_of_case(inputs.case, inputs.mask, str(inputs.q.device), by_columns=True)
     for name in LISTS:
         if getattr(known, name) is not None:
             getattr(known, name).copy_(getattr(new, name))
@@ -135,14 +131,7 @@ def make_mask_call(case: FlexCase, device: str = "cuda", form: str = "cuda") -> 
 
     def check_lists(got: tuple[Any, ...]) -> None:
         assert inputs.mask is not None
-        known = block_mask_of(
-            attended(inputs.mask, case, device),
-            (case.s_q, case.s_k),
-            case.block,
-            None,
-            separate=case.separate,
-            by_columns=True,
-        )
+        known = block_mask_of_case(case, inputs.mask, device, by_columns=True)
         for name, one in zip(names, got, strict=True):
             assert torch.equal(one, getattr(known, name)), name
 

@@ -10,7 +10,7 @@ import torch
 
 from kit import torch_reference
 
-from .core import Call, Operation, Sizes, spoilt
+from .core import Call, Operation, Sizes, spoilt, without
 
 MERGE_CASES = (
     Sizes("3_parts", "bfloat16", 3),
@@ -87,10 +87,7 @@ MERGE = Operation(
     odd_last=("lses",),
     out=lambda out: ((1, 1), (0, 2), (4, 7), (0, 0)),
     empty={
-        "no requests": (
-            lambda a: {name: [x[:0] for x in a[name]] for name in ("outs", "lses")},
-            {"out": 0, "lse": 0},
-        ),
+        "no requests": (without("outs", "lses"), {"out": 0, "lse": 0}),
         "no query tokens": (
             lambda a: {"outs": [x[:, :0] for x in a["outs"]], "lses": [x[..., :0] for x in a["lses"]]},
             {"out": 1, "lse": 2},

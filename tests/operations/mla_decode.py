@@ -20,7 +20,7 @@ from kit import (
 )
 from kit.generators import GARBAGE_PAGE, SHARP_FACTOR
 
-from .core import Bad, Call, Operation, spoilt, wrong_value
+from .core import Bad, Call, Operation, spoilt, without, wrong_value
 
 PLAN_NAMES = (
     "cache_seqlens",
@@ -224,11 +224,8 @@ DENSE = Operation(
     strides={"q": QUERY_STRIDES, "block_table": ("columns", "odd")},
     out=lambda out: ((1, 1), (1, 1), (8, 16), (8, 8)),
     empty={
-        "no requests": (
-            lambda a: {name: a[name][:0] for name in ("q", "block_table", "cache_seqlens")},
-            {"out": 0, "softmax_lse": 0},
-        ),
-        "no query tokens": (lambda a: {"q": a["q"][:, :0]}, {"out": 1, "softmax_lse": 2}),
+        "no requests": (without("q", "block_table", "cache_seqlens"), {"out": 0, "softmax_lse": 0}),
+        "no query tokens": (without("q", axis=1), {"out": 1, "softmax_lse": 2}),
     },
     bad=DENSE_BAD,
     changes=dense_changes,

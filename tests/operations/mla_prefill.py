@@ -20,7 +20,7 @@ from kit import (
 from kit.generators import SHARP_FACTOR
 from kit.sparse import INT_MAX, block_fields
 
-from .core import Arguments, Call, Operation, spoilt, wrong_value
+from .core import Arguments, Call, Operation, spoilt, without, wrong_value
 from .mla_decode import QUERY_STRIDES
 from .mla_sparse import CLUSTER_KERNELS, rounds_keys
 
@@ -40,9 +40,7 @@ def prefill_reference(inputs: SparseInputs, sm_scale: float | None = None) -> tu
 def prefill_check(
     inputs: SparseInputs, got: tuple[Any, Any, Any], want: tuple[Any, Any, Any] | None = None
 ) -> None:
-    """Compare a prefill call's (out, max_logits, lse) with the float64 reference; run after the kernel, never
-    before.
-    """
+    """Compare (out, max_logits, lse) with the float64 reference; run after the kernel, never before."""
     case = inputs.case
     want = prefill_reference(inputs) if want is None else want
     assert [x.dtype for x in got] == [torch.bfloat16, torch.float32, torch.float32]
@@ -186,12 +184,7 @@ def prefill_operation(layout: str, *, clusters: bool = False) -> Operation:
             **({"kv": ("wide", "columns")} if layout == "bf16" else {}),
         },
         out=lambda out: ((1, 1), (8, 16), (8, 8)),
-        empty={
-            "no query tokens": (
-                lambda a: {name: a[name][:0] for name in per_token if a[name] is not None},
-                {"out": 0, "max_logits": 0, "lse": 0},
-            )
-        },
+        empty={"no query tokens": (without(*per_token), {"out": 0, "max_logits": 0, "lse": 0})},
         bad={
             "d_v 256": wrong_value("d_v", 256),
             "scale 0": wrong_value("sm_scale", 0.0),

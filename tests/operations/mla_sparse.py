@@ -22,7 +22,7 @@ from kit.generators import SHARP_FACTOR
 from kit.sparse import INT_MAX
 from rawmla.kernels.mla_sparse import FEW_HEADS
 
-from .core import Arguments, Bad, Call, Operation, spoilt, wrong_value
+from .core import Arguments, Bad, Call, Operation, spoilt, without, wrong_value
 from .mla_decode import CALL_NAMES, PLAN_NAMES, QUERY_STRIDES, lengths_to_try
 
 # ---- calls
@@ -73,9 +73,7 @@ def rounds_keys(case: SparseCase) -> bool:
 def sparse_reference(
     inputs: SparseInputs, softmax_scale: float | None = None, *, exact_keys: bool = False
 ) -> tuple[Any, Any]:
-    """The float64 reference of a sparse call, with its sinks; of the keys that its kernel multiplies, or of
-    exact ones.
-    """
+    """The float64 reference with sinks; of the keys that the kernel multiplies, or of exact ones."""
     rounded = rounds_keys(inputs.case) and not exact_keys
     out, lse = torch_reference.sparse_decode(inputs, softmax_scale, rounded_keys=rounded)
     if inputs.attn_sink is not None:
@@ -294,14 +292,8 @@ def sparse_operation(layout: str, *, clusters: bool = False) -> Operation:
         strides={"q": QUERY_STRIDES, "indices": rows, "extra_indices_in_kvcache": rows},
         out=lambda out: ((1, 1), (1, 1), (8, 16), (8, 8)),
         empty={
-            "no requests": (
-                lambda a: {name: a[name][:0] for name in per_request if a[name] is not None},
-                {"out": 0, "softmax_lse": 0},
-            ),
-            "no query tokens": (
-                lambda a: {name: a[name][:, :0] for name in per_token if a[name] is not None},
-                {"out": 1, "softmax_lse": 2},
-            ),
+            "no requests": (without(*per_request), {"out": 0, "softmax_lse": 0}),
+            "no query tokens": (without(*per_token, axis=1), {"out": 1, "softmax_lse": 2}),
         },
         bad=SPARSE_BAD,
         changes=sparse_changes,
