@@ -177,15 +177,16 @@ OF_THE_SCORE: dict[str, Callable[[Any], Any]] = {
         )
     },
     **{name: getattr(F, name) for name in ("gelu", "selu", "silu")},
+    **{f"pow {power}": lambda s, power=power: s**power for power in (5, -1, -0.5, 1.5)},
+    **{
+        name: lambda s, most=most: most(s, 2 * s) + most(s, s**2) + most(s, torch.tensor(0.5))
+        for name, most in (("maximum", torch.maximum), ("minimum", torch.minimum))
+    },
     "rsub": lambda s: torch.rsub(s, 2, alpha=3),
     "mul": lambda s: 2 * s * s,
     "div": lambda s: s / 3 + 3 / s,
     "pow 1": lambda s: s**1 + s**0,
     "pow 2": lambda s: s**2 + s**3,
-    "pow 5": lambda s: s**5,
-    "pow -1": lambda s: s**-1,
-    "pow -0.5": lambda s: s**-0.5,
-    "pow 1.5": lambda s: s**1.5,
     "number to the power": lambda s: 2**s + 0.5**s + 0 ** s.abs(),
     "power of two": lambda s: s.abs() ** s,
     "exp": lambda s: torch.exp(s) + torch.exp2(s) * s.neg().square() - F.relu(s),
@@ -204,12 +205,6 @@ OF_THE_SCORE: dict[str, Callable[[Any], Any]] = {
     "clamp": lambda s: s.clamp(-0.5, 2) + s.clamp(min=1) + s.clamp(max=-1),
     "clamp_min": lambda s: s.clamp_min(0.5) + s.clamp_max(1.5),
     "clamp by tensors": lambda s: (2 * s).clamp(s - 1, s * s),
-    "maximum": lambda s: (
-        torch.maximum(s, 2 * s) + torch.maximum(s, s**2) + torch.maximum(s, torch.tensor(0.5))
-    ),
-    "minimum": lambda s: (
-        torch.minimum(s, 2 * s) + torch.minimum(s, s**2) + torch.minimum(s, torch.tensor(0.5))
-    ),
     "where": lambda s: torch.where(s > 0.5, s * s, -s) + torch.where(s >= 1, s, 0.0),
     "where with a hidden NaN": lambda s: torch.where(s > 0, torch.log(s), -INFINITY),
     "where with a hidden infinity": lambda s: torch.where(s > 0, 1 / s, s),
