@@ -362,8 +362,6 @@ def _changed_below_a_view(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
 
 VIEWS = {
     "view": _of(lambda x: x.view(3), lambda x: x.add_(1)),
-    "detach": _of(lambda x: x.detach(), lambda x: x.mul_(2)),
-    "reshape": _of(lambda x: x.reshape(1, 3), lambda x: x.masked_fill_(x > 0, 1.0)),
     "element": _of(lambda x: x[1], lambda x: x.add_(1)),
     "unbind": _of(lambda x: x.unbind(0), lambda x: x[1].add_(1)),
     "a view of a view": _of(lambda x: x.view(1, 3)[0].detach()[1:], lambda x: x.add_(1)),
