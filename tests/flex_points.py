@@ -18,7 +18,7 @@ from cuda_probe import headers
 from emulator.build import build_text, missing_reason
 
 from rawmla.flex.header import HEADER_NAME, header
-from rawmla.flex.mods import Form, Mod, Number, Place, Reading, reading_of
+from rawmla.flex.mods import Form, Mod, Place, reading_of
 from rawmla.jit import nvrtc
 from rawmla.jit.sources import SourceSet
 
@@ -169,14 +169,6 @@ def pack(mod: Mod, places: Sequence[Place], gradients: Sequence[int] = ()) -> by
     frame, _, numbers = reading_of(mod)
     packed = Form(frame.mod, places).pack([place.ptr for place in places], numbers)
     return packed[: len(packed) - 8 * len(gradients)] + struct.pack(f"<{len(gradients)}Q", *gradients)
-
-
-def mod_of(reading: Reading) -> Mod:
-    """A function with the arrays and numbers that it reads in their places."""
-    frame, arrays, sources = reading
-    captures = [x._replace(array=array) for x, array in zip(frame.mod.captures, arrays, strict=True)]
-    numbers = [Number(y, x.is_integer) for x, y in zip(frame.mod.numbers, sources, strict=True)]
-    return frame.mod._replace(captures=tuple(captures), numbers=tuple(numbers))
 
 
 def wanted(function: Callable[..., Any], kind: str, scores: Any, at: Any) -> Any:

@@ -213,7 +213,6 @@ def test_masks_of_masks() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     (
-        ({"BLOCK_SIZE": 100}, "^BLOCK_SIZE: expected a multiple of 16"),
         ({"BLOCK_SIZE": (128, 0)}, "^BLOCK_SIZE: expected a multiple of 16"),
         ({"full_kv_num_blocks": torch.zeros(1, 1, 2)}, "^full_kv_num_blocks and full_kv_indices: "),
         ({"kv_num_blocks": torch.zeros(1, 1, 3)}, r"^kv_indices: expected shape .*got \[1, 1, 2, 3\] and"),

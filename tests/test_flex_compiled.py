@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 from calls.fakes import World, make_world
+from emulator.device import HostTensors
 
 import rawmla
 from rawmla import jit
-from rawmla.call import arrays, frameworks
+from rawmla.call import arrays
 from rawmla.flex import create
 
 torch: Any = pytest.importorskip("torch")
@@ -19,23 +20,10 @@ B, H, L, D = 1, 2, 128, 64
 
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> World:
-    """Tensors of the host pass for some of device 0, and results are such."""
-    made = make_world(monkeypatch)
-    framework: Any = made.framework
-
-    def read(x: Any, name: str) -> frameworks.Fields:
-        return x.data_ptr(), x.shape, x.stride(), str(x.dtype)[6:], 0, framework, x
-
-    def empty(shape: tuple[int, ...], dtype: str, device: int) -> Any:
-        return torch.zeros(shape, dtype=getattr(torch, dtype))
-
-    def allocator(given: Any, scratch_bytes: int, device: int) -> Any:
-        wanted = [*[array[:2] for array in given], ((scratch_bytes,), "uint8")]
-        return lambda: [empty(*array, device) for array in wanted]
-
-    monkeypatch.setitem(arrays.READERS, torch.Tensor, read)
-    monkeypatch.setattr(framework, "allocator", allocator)
-    monkeypatch.setattr(framework, "pointer", lambda x: x.data_ptr())
+    """Tensors of the host pass for some of device 0, and results are zeros."""
+    made, framework = make_world(monkeypatch), HostTensors(torch)
+    framework._empty_strided = lambda shape, strides, dtype: torch.zeros(shape, dtype=dtype)
+    monkeypatch.setitem(arrays.READERS, torch.Tensor, framework.read)
     monkeypatch.setattr(create, "framework_named", lambda name: framework)
     monkeypatch.setattr(jit, "current_device", lambda: 0)
     torch._dynamo.reset()

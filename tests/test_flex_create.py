@@ -34,12 +34,7 @@ def named() -> list[str]:
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch, named: list[str]) -> World:
     made = make_world(monkeypatch)
-
-    def framework_named(name: str) -> FakeFramework:
-        named.append(name)
-        return made.framework
-
-    monkeypatch.setattr(create, "framework_named", framework_named)
+    monkeypatch.setattr(create, "framework_named", lambda name: named.append(name) or made.framework)
     monkeypatch.setattr(create, "_has_torch", lambda: True)
     monkeypatch.setattr(jit, "current_device", lambda: CURRENT)
     return made

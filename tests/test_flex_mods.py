@@ -173,11 +173,9 @@ def test_gradients_that_are_refused(
 @pytest.fixture
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Captured arrays are tensors of the CPU."""
-
-    def inspect(x: Any, name: str) -> Any:
-        return SimpleNamespace(dtype=str(x.dtype).removeprefix("torch."), shape=x.shape)
-
-    monkeypatch.setattr("rawmla.flex.mods.inspect", inspect)
+    monkeypatch.setattr(
+        "rawmla.flex.mods.inspect", lambda x, name: SimpleNamespace(dtype=str(x.dtype)[6:], shape=x.shape)
+    )
 
 
 TEXTS: dict[str, tuple[CudaMod, Callable[..., Any], list[tuple[int, bool, bool]], bool]] = {

@@ -105,18 +105,14 @@ def test_derivatives(name: str) -> None:
 def test_captured_tensors(name: str) -> None:
     case, (at_scores, at) = CAPTURED[name], points()
     exact, own = case.tensors(torch.float64), case.tensors()
-    function, values, derivatives = case.function(*exact), [], []
-    for score, indices, grad in zip(at_scores, at.int(), GRADS, strict=True):
-        source = score.double().requires_grad_()
-        value = function(source, *indices)
-        value.backward(grad.double())
-        values.append(value.detach())
-        derivatives.append(torch.zeros_like(source) if source.grad is None else source.grad / grad)
+    function, sources = case.function(*exact), at_scores.double().requires_grad_()
+    values = torch.stack([function(*one) for one in zip(sources, *at.int().T, strict=True)])
+    values.backward(GRADS.double())
     traced = both(case.function(*own))
     got = evaluate(traced, at_scores, at, GRADS)
     for again in (got.values, got.again):
-        assert_close(again, torch.stack(values))
-    assert_close(got.derivatives, torch.stack(derivatives))
+        assert_close(again, values.detach())
+    assert_close(got.derivatives, sources.grad / GRADS)
     assert len(got.gradients) == len(own)
     for tensor, source in zip(own, exact, strict=True):
         (place,) = [place for place in got.gradients if traced.captures[place].array is tensor]
@@ -137,27 +133,24 @@ def test_gradients_are_contiguous() -> None:
     whole, (at_scores, at) = torch.randn(H, 2 * L), points()
     for tensor in (whole.T, whole[:, ::2].T, whole[1, 3].expand(L, H)):
         table = tensor.detach().requires_grad_()
-        traced = both(lambda s, b, h, q, k: s + table[q, h])  # noqa: B023
-        (gradient,) = evaluate(traced, at_scores, at, GRADS).gradients.values()
+        got = evaluate(both(lambda s, b, h, q, k: s + table[q, h]), at_scores, at, GRADS)  # noqa: B023
         want = torch.zeros(table.shape).index_put((at[:, 2], at[:, 1]), GRADS, accumulate=True)
-        assert_close(gradient, want)
+        assert_close(got.gradients[0], want)
+        assert_close(got.values, at_scores + tensor[at[:, 2], at[:, 1]])
 
 
 @needs_host_compiler
 def test_what_was_read_may_be_changed_in_place() -> None:
     table, at = torch.randn(H, L, requires_grad=True), points()
-
-    def in_place(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
-        read = table[h][q]
-        read *= s
-        return read.add_(table[b, k])
-
-    got, want = (
+    in_place, plain = (
         evaluate(both(mod), *at, GRADS)
-        for mod in (in_place, lambda s, b, h, q, k: table[h][q] * s + table[b, k])
+        for mod in (
+            lambda s, b, h, q, k: table[h][q].mul_(s).add_(table[b, k]),
+            lambda s, b, h, q, k: table[h][q] * s + table[b, k],
+        )
     )
-    assert torch.equal(got.values, want.values) and torch.equal(got.derivatives, want.derivatives)
-    assert got.gradients[0].any() and torch.equal(got.gradients[0], want.gradients[0])
+    assert in_place.gradients[0].any()
+    torch.testing.assert_close(in_place, plain, rtol=0, atol=0)
 
 
 def test_tensors_without_a_gradient() -> None:
@@ -199,7 +192,7 @@ def test_constant_derivatives_are_known(derivative: int | None, is_one: bool, mo
     assert_close(got.again, wanted(mod, "score_mod", *at))
 
 
-@pytest.mark.parametrize("name", ("several", "distance", "elements of a vector", "float16", "by the score"))
+@pytest.mark.parametrize("name", ("several", "elements of a vector", "float16", "by the score"))
 def test_the_text_compiles(name: str) -> None:
     """The compiler of kernels takes what the host's takes."""
     evaluate(both(CAPTURED[name].function(*CAPTURED[name].tensors())), *points(), launch=compile_alone)
@@ -302,14 +295,6 @@ def _named(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
     return torch.lgamma(s)
 
 
-def _mask(b: Any, h: Any, q: Any, k: Any) -> Any:
-    return torch.special.i0(q + 0.5) > 2
-
-
-def _with_number(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
-    return s * NUMBER
-
-
 NUMBER = torch.tensor(2.0, requires_grad=True)
 REFUSED = (
     (_named, NotImplementedError, "score_mod _named: .*aten::lgamma"),
@@ -340,7 +325,7 @@ REFUSED_GRADIENTS = (
     (lambda s, b, h, q, k: None, ValueError, "0-d tensor.*NoneType"),
     (lambda s, b, h, q, k: s // 0.5, NotImplementedError, "no gradients.*floor_divide"),
     (_named, NotImplementedError, "aten::lgamma"),
-    (_with_number, ValueError, "score_mod _with_number.*on the device of query.*number on the CPU"),
+    (lambda s, b, h, q, k: s * NUMBER, ValueError, "^score_mod .*on the device of query.*number on the CPU"),
 )
 
 
@@ -349,7 +334,7 @@ REFUSED_GRADIENTS = (
     (
         *[("score_mod", False, *row) for row in REFUSED],
         *[("score_mod", True, *row) for row in REFUSED_GRADIENTS],
-        ("mask_mod", False, _mask, NotImplementedError, "mask_mod _mask: .*aten::i0"),
+        ("mask_mod", False, lambda b, h, q, k: q.lgamma() > 2, NotImplementedError, "^mask_mod .*::lgamma"),
     ),
 )
 def test_refused(kind: Any, backward: bool, mod: Any, error: type[Exception], text: str) -> None:
@@ -377,8 +362,6 @@ def _changed_below_a_view(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
 
 VIEWS = {
     "view": _of(lambda x: x.view(3), lambda x: x.add_(1)),
-    "detach": _of(lambda x: x.detach(), lambda x: x.mul_(2)),
-    "reshape": _of(lambda x: x.reshape(1, 3), lambda x: x.masked_fill_(x > 0, 1.0)),
     "element": _of(lambda x: x[1], lambda x: x.add_(1)),
     "unbind": _of(lambda x: x.unbind(0), lambda x: x[1].add_(1)),
     "a view of a view": _of(lambda x: x.view(1, 3)[0].detach()[1:], lambda x: x.add_(1)),
