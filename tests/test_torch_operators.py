@@ -180,7 +180,7 @@ def wrong_dtype(x: Any) -> Any:
 
 PART_OF = {"qkv": "q", "kv": "k"}
 """What an operator gets of a packed array, and names."""
-NOT_REFUSED_SO = ("cache on the CPU", "no parts", "a tensor of parts")
+NOT_REFUSED_SO = ("cache on the CPU", "no parts", "a tensor of parts", "no scale")
 """Right here; and refused by the schema of the operator, in torch's words."""
 NO_PLAN = "tile_scheduler_metadata: expected a FlashMLASchedMeta or "
 WINDOW = "window_size: expected at least 0"

@@ -236,8 +236,8 @@ def listed_positions(block_mask: Any) -> tuple[Any, Any]:
 def reference(inputs: FlexInputs, dtype: Any = None, captures: Any = None) -> tuple[Any, Any, Any]:
     """out `[B, Hq, L, Ev]`, lse and max_scores `[B, Hq, L]`, as `rawmla.reference` defines them.
 
-    Products have the type `dtype`, None: float64. Their scores are float32 at least. `captures` replace those
-    of the score function. What requires grad gets a graph.
+    Products have the type `dtype`, None: float64. Their scores are float32 at least. `captures` replace the
+    captures of the score function. What requires grad gets a graph.
     """
     import torch
 
