@@ -54,18 +54,12 @@ def assert_close(got: Any, want: Any, atol: float = 2e-5) -> None:
 
 
 @needs_host_compiler
-@pytest.mark.parametrize("name", SCORE_MODS)
-def test_score_mod(name: str) -> None:
-    mod, at = SCORE_MODS[name], points()
-    assert_close(evaluate(trace(mod, "score_mod"), *at).values, wanted(mod, "score_mod", *at))
-
-
-@needs_host_compiler
-@pytest.mark.parametrize("name", MASK_MODS)
-def test_mask_mod(name: str) -> None:
-    mod, at = MASK_MODS[name], points()
-    got = evaluate(trace(mod, "mask_mod"), *at, is_mask=True)
-    assert torch.equal(got.values, wanted(mod, "mask_mod", *at))
+@pytest.mark.parametrize("name", SCORE_MODS | MASK_MODS)
+def test_values(name: str) -> None:
+    kind: Any = "score_mod" if name in SCORE_MODS else "mask_mod"
+    mod, at = (SCORE_MODS | MASK_MODS)[name], points()
+    got = evaluate(trace(mod, kind), *at, is_mask=kind == "mask_mod")
+    assert_close(got.values, wanted(mod, kind, *at))
 
 
 @needs_host_compiler
