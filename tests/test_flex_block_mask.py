@@ -52,15 +52,14 @@ def absent(mask: Any) -> float:
 def test_lists_of_numpy() -> None:
     """A mask with lists of NumPy, as `rawmla.reference` takes it, does what one with lists of torch does."""
     want, _ = pair("per head")
-    arrays = [x.numpy() for x in (want.kv_num_blocks, want.kv_indices)]
-    full = [x.numpy() for x in (want.full_kv_num_blocks, want.full_kv_indices)]
-    mask = BlockMask.from_kv_blocks(*arrays, *full, SIZE, want.mask_mod, (Q_LEN, KV_LEN))
+    lists = [x.numpy() for x in want.as_tuple()[2:6]]
+    mask = BlockMask.from_kv_blocks(*lists, SIZE, want.mask_mod, (Q_LEN, KV_LEN))
     assert str(mask).startswith("BlockMask(shape=(2, 3, 1000, 900), sparsity=")
     for change in (lambda x: x, lambda x: x[1, 0:2], lambda x: x._adjust(500, 300)):
         got, other = change(mask), change(want)
         assert str(got) == str(other) and got.sparsity() == other.sparsity()
-        for lists in LISTS:
-            assert listed(got, lists) == listed(other, lists), lists
+        for name in LISTS:
+            assert listed(got, name) == listed(other, name), name
         for array in got.as_tuple()[2:10]:
             assert isinstance(array, np.ndarray) and array.dtype == np.int32
     assert mask.to("cpu").kv_indices is mask.kv_indices

@@ -262,8 +262,7 @@ def _seen_by_torch_compile() -> Score:
     return biased(table)
 
 
-def _of_a_named_tuple() -> Score:
-    both = Plain(torch.randn(50), 2.0)
+def _weighted(both: Plain) -> Score:
     return lambda s, b, h, q, k: s + both.table[q] * both.factor
 
 
@@ -272,7 +271,7 @@ def _of_a_named_tuple() -> Score:
     (
         lambda: plain,
         lambda: _calls_itself,
-        _of_a_named_tuple,
+        lambda: _weighted(Plain(torch.randn(50), 2.0)),
         _seen_by_torch_compile,
         lambda: eval("lambda s, b, h, q, k: s * 2.0"),
         lambda: lambda s, b, h, q, k: silu(s) + F.softsign(s) + torch.nn.functional.gelu(s),

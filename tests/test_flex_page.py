@@ -31,14 +31,16 @@ from rawmla.jit import KernelSpec
 from rawmla.kernels.block_mask import states_spec
 from rawmla.kernels.mha_forward_variants import flex_spec, tile_in_blocks
 
-TOKENS = 300  # no multiple of a block
+torch = pytest.importorskip("torch")
+from calls.constants import DQ, FIRST_CAPTURE, installed  # noqa: E402
 
-examples = pytest.mark.parametrize("name", EXAMPLES)
+from rawmla.flex.trace import trace  # noqa: E402
+
+TOKENS = 300  # no multiple of a block
 
 
 def on_the_cpu(name: str, dtype: Any = None) -> tuple[dict[str, Any], Call]:
     """Run an example with block masks by torch, and without attention."""
-    pytest.importorskip("torch")
     return run(name, lambda *arguments, **keywords: None, create_block_mask, "cpu", TOKENS, dtype)
 
 
@@ -69,7 +71,6 @@ def test_every_block_is_run() -> None:
 
 
 def test_pages_hold_the_same_attention() -> None:
-    torch = pytest.importorskip("torch")
     torch.manual_seed(0)
     _, paged = on_the_cpu("paged", torch.float16)
     torch.manual_seed(0)
@@ -79,12 +80,10 @@ def test_pages_hold_the_same_attention() -> None:
     torch.testing.assert_close(reference(paged), reference(plain))
 
 
-@examples
+@pytest.mark.parametrize("name", EXAMPLES)
 def test_functions_become_kernels(name: str) -> None:
     """One of them becomes machine code; tests/gpu/test_flex_examples.py runs all."""
     _, call = on_the_cpu(name)
-    from rawmla.flex.trace import trace
-
     score = None if call.score_mod is None else trace(call.score_mod, "score_mod")
     mask = None if call.block_mask is None else trace(call.block_mask.mask_mod, "mask_mod")
     assert score is not None or mask is not None
@@ -115,9 +114,6 @@ def test_cuda_text_becomes_kernels(name: str, monkeypatch: pytest.MonkeyPatch) -
 
 def test_gradients() -> None:
     """The page's step of training; numbers are tested elsewhere."""
-    pytest.importorskip("torch")
-    from calls.constants import DQ, FIRST_CAPTURE, installed
-
     (name,) = GRADIENTS
     with installed() as launches:
         names, _ = run(name, rawmla.flex_attention, create_block_mask, "cpu", TOKENS, None)
@@ -128,8 +124,6 @@ def test_gradients() -> None:
 def test_shown_results() -> None:
     """The text of a function, and the picture of a mask, that the page shows."""
     names, _ = on_the_cpu("causal")
-    from rawmla.flex.trace import trace
-
     text = trace(names["causal"], "mask_mod").text
     picture = str(create_block_mask(lambda b, h, q, k: q >= k, None, None, 512, 512))
     for shown in (text, picture):
