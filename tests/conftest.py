@@ -45,9 +45,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 class Selection:
-    """Takes the cases out that only --full runs, and says how many they were; then those of other parts.
+    """Takes out the cases that only --full runs and says how many they were, then the cases of other parts.
 
-    Both happen after -m and -k.
+    Both happen after pytest's -m and -k.
     """
 
     left_out = 0

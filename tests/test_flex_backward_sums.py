@@ -47,7 +47,7 @@ def cells() -> ctypes.CDLL:
 
 
 def gradient(emulator: Emulator, score: str, seed: int, *infinite: tuple[int, ...]) -> Any:
-    """The gradient of what a score function reads; that of out is infinite at some (h, query, column)."""
+    """The gradient of what a score function reads. grad_out is infinite at places (h, query, column)."""
     emulator.seed = seed
     call = make_flex_backward_call(BackwardCase(FlexCase(**SMALL, score=score), "both"), "cpu")
     for place in infinite:

@@ -221,7 +221,7 @@ TEXTS: dict[str, tuple[CudaMod, Callable[..., Any], list[tuple[int, bool, bool]]
 @pytest.mark.parametrize("name", TEXTS)
 @pytest.mark.usefixtures("on_the_cpu")
 def test_gradients(name: str) -> None:
-    """They are those of the same function in Python."""
+    """CUDA text has the gradients of the same function in Python."""
     given, function, sites, is_one = TEXTS[name]
     for tensor in (BIAS, SLOPES):
         tensor.requires_grad_()

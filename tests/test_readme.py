@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
 LONGER = (ROOT / "docs" / "examples.md").read_text()
 BLOCKS = dict(re.findall(r"<!-- ([\w :]+) -->\n```\w+\n(.*?)```", README + LONGER, re.DOTALL))
-"""The fenced blocks that follow an HTML comment. Those of docs/examples.md continue README's first one."""
+"""The fenced blocks that follow an HTML comment. Blocks of docs/examples.md continue README's first block."""
 EXAMPLES = {marker: text for marker, text in BLOCKS.items() if marker.endswith("example")}
 
 

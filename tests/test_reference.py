@@ -22,6 +22,7 @@ from kit import (
 )
 from kit.generators import on_numpy
 from rawmla import reference
+from rawmla.call.arguments import SECOND_NAMES
 from rawmla.reference import _arrays
 
 torch = pytest.importorskip("torch")
@@ -271,24 +272,18 @@ def test_plans_are_computed_again_in_place() -> None:
 
 # ---- the surface
 
-NAMES = {
-    "cu_seqlens_qo": "cu_seqlens_q",
-    "cu_seqlens_kv": "cu_seqlens_k",
-    "max_seqlen_qo": "max_seqlen_q",
-    "max_seqlen_kv": "max_seqlen_k",
-    "learnable_sink": "attn_sink",
-}
-"""Second names of arguments by keyword; signatures of the reference do not show them."""
 WITHOUT_NUMBERS = {"warmup", "warmup_call", "install_flash_mla", "uninstall_flash_mla", "trace_mod"}
 FUNCTIONS = {name for name in rawmla.__all__ if inspect.isfunction(getattr(rawmla, name))} - WITHOUT_NUMBERS
 
 
 @pytest.mark.parametrize("name", sorted(FUNCTIONS))
 def test_same_arguments_as_the_gpu_function(name: str) -> None:
-    """In the same order and of the same kind. The reference may have more of them, and more defaults."""
+    """In the same order and of the same kind. The reference may have more of them, and more defaults. Its
+    signatures do not show second names, which it takes by keyword.
+    """
     shown = inspect.signature(getattr(rawmla, name)).parameters
-    gpu = {argument: there for argument, there in shown.items() if argument not in NAMES}
-    may_be_missing = {NAMES[argument] for argument in shown if argument in NAMES}
+    gpu = {argument: there for argument, there in shown.items() if argument not in SECOND_NAMES}
+    may_be_missing = {SECOND_NAMES[argument] for argument in shown if argument in SECOND_NAMES}
     own = inspect.signature(getattr(reference, name)).parameters
     assert [x for x in own if x in gpu] == list(gpu)
     for argument, there in gpu.items():

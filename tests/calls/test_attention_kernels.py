@@ -286,7 +286,7 @@ def backward(**changes: Any) -> PreparedMhaBackward:
 
 
 def read(launch: Any) -> dict[str, Any]:
-    """The parameters of a launch, of a main kernel those of `backward`."""
+    """The parameters of a launch by name. A main kernel has the sizes of mods that `backward` gives."""
     if (launch.name, False) in PARAMS and launch.name not in MAIN:
         return read_params(launch.spec, launch.params)
     return members(mha_backward.params_of((8, 8)), launch.params)

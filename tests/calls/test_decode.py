@@ -179,7 +179,7 @@ def test_largest_sizes(world: World, largest: Callable[[Arguments], None]) -> No
 
 
 def without(*names: str) -> Callable[[Arguments], None]:
-    """Give None in the place of arrays."""
+    """A change that gives None for these arguments."""
     return both(*[put(name, None) for name in names])
 
 

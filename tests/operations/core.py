@@ -173,7 +173,7 @@ class Operation:
 
     Attributes:
         name: for people and for pytest.
-        make: makes the call of a case on torch tensors of a device; those of "cpu" are for the emulator.
+        make: makes the call of a case on torch tensors of a device. The emulator takes tensors of "cpu".
         cases: a few calls, by objects with an `id`, for contracts and frameworks; the first has every array.
         arrays: the names of its arguments that are arrays, or lists of them.
         floats: the names of those that are of floating point in a case, and can require grad.

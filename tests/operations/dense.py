@@ -159,7 +159,7 @@ def dense_changes(call: Call) -> Iterator[None]:
 
 
 def floats_of(arrays: tuple[str, ...]) -> Callable[[MhaCase], tuple[str, ...]]:
-    """Those of the floating-point arrays that a case has."""
+    """A function that gives the names of the floating-point arrays that a case has."""
 
     def floats(case: MhaCase) -> tuple[str, ...]:
         absent = {"attn_sink": case.sink is None, "alibi_slopes": case.alibi is None}
