@@ -233,15 +233,18 @@ def _add_gradients(
         if dtype != torch.float64:
             continue
         least = LEAST[case.dtype]
+        del weights, dp, ds
         # dS is rounded before or after the scale.
-        lost = FLOAT32 * scale * terms + least * (max(scale, 1.0) + scale * factors)
+        lost = least * (max(scale, 1.0) + scale * factors)
+        lost += FLOAT32 * scale * terms
+        del terms, factors
         smallest = torch.full_like(lost, least)
-        del weights, dp, ds, terms, factors
         for squares, of_ds, of_p in ((sizes, scale * off_ds, off_p * p), (floors, lost, smallest)):
             of_ds, of_p = (x.masked_fill(hidden, 0.0).square() for x in (of_ds, of_p))
             _add(squares[0], own, (of_ds @ norms(keys).square())[..., 0])
             _add(squares[1], shared, (of_ds.mT @ norms(queries).square())[..., 0])
             _add(squares[2], shared, (of_p.mT @ norms(dout).square())[..., 0])
+        del p, off_p, off_ds, lost, smallest, of_ds, of_p
 
 
 def _heads(x: Any, heads: tuple[Any, Any], without: Any) -> Any:
