@@ -50,6 +50,7 @@ _MODULE_OF = {
     "quantize_k_cache": "api.cache",
     "reference": "",
     "trace_mod": "api.flex",
+    "transformers": "",
     "uninstall_flash_mla": "compat",
     "warmup": "preload",
     "warmup_call": "preload",
@@ -61,6 +62,7 @@ __all__ = ["__version__", *_MODULE_OF]  # noqa: PLE0604
 if TYPE_CHECKING:  # for type checkers, which do not follow the table
     from . import compat as compat
     from . import reference as reference
+    from . import transformers as transformers
     from .api.cache import *  # noqa: F403
     from .api.decode import *  # noqa: F403
     from .api.dense import *  # noqa: F403
