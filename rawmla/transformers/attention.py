@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 from transformers.integrations.flash_attention import get_target_dtype
+from transformers.utils.import_utils import is_tracing
 
 import rawmla
 
-from .masks import Segments
+from .masks import Segments, find_documents
 
 FUNCTIONS = ("flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache")
 """Names of the functions that models call."""
@@ -59,7 +60,9 @@ def attend(
     if attention_mask is None:
         if q.shape[1] != k.shape[1] and not needs_gradient:
             return rawmla.flash_attn_with_kvcache(q, k, v, **shared)[0], None
-        _refuse_traced_documents(q, k, options.get("position_ids"))
+        documents = _documents_of(q, k, options.get("position_ids"))
+        if documents is not None:
+            return _attend_segments(q, k, v, documents, shared), None
         return rawmla.flash_attn_func(q, k, v, **shared)[0], None
     if attention_mask.shape[0] == 0:
         return _attend_segments(q, k, v, attention_mask.segments, shared), None  # type: ignore[attr-defined]
@@ -105,16 +108,28 @@ def _warn_once(text: str) -> None:
         warnings.warn(text, stacklevel=2)
 
 
-def _refuse_traced_documents(q: torch.Tensor, k: torch.Tensor, position_ids: torch.Tensor | None) -> None:
-    """Assert on the device that positions under torch.compile are of one document, as no mask shows others."""
-    if position_ids is None or position_ids.ndim != 2 or q.shape[1] != k.shape[1] or q.shape[1] == 1:
-        return
-    if torch.compiler.is_compiling():
+def _documents_of(q: torch.Tensor, k: torch.Tensor, position_ids: Any) -> Segments | None:
+    """Find documents packed in one row by their positions, as some models make no mask of these.
+
+    Layers of a pass share the tensor, so the first one reads from the device. Under torch.compile an
+    assertion on the device refuses documents.
+    """
+    if position_ids is None or position_ids.ndim != 2 or len(q) != 1 or not 1 < q.shape[1] == k.shape[1]:
+        return None
+    begins = torch.nn.functional.pad(position_ids.diff() != 1, (1, 0), value=True)
+    if is_tracing(position_ids):
         torch._assert_async(
-            (position_ids.diff() == 1).all(),
-            "position_ids: under torch.compile pass cu_seq_lens_q, cu_seq_lens_k, max_length_q and "
-            "max_length_k with packed documents",
+            begins.sum() == 1,
+            "position_ids: pass cu_seq_lens_q, cu_seq_lens_k, max_length_q and max_length_k too, with packed "
+            "documents under torch.compile",
         )
+        return None
+    version = None if position_ids.is_inference() else position_ids._version
+    known = getattr(position_ids, "rawmla_documents", None)
+    if known is None or version is None or known[0] != version:
+        known = position_ids.rawmla_documents = version, find_documents(begins)
+    found: Segments | None = known[1]
+    return found
 
 
 def _given_segments(q: torch.Tensor, k: torch.Tensor, options: dict[str, Any]) -> Segments:

@@ -54,9 +54,9 @@ def make_mask(
 ) -> torch.Tensor | None:
     """Make the mask of one forward pass, as transformers' `AttentionMaskInterface` describes it.
 
-    Reads one group of flags from the device if a padding mask or documents are possible, but never under
-    torch.compile, in a graph capture, or for a static cache. There an assertion on the device finds masks
-    that cannot be served.
+    Reads a few numbers from the device if there is a padding mask, or if documents are possible, but never
+    under torch.compile, in a graph capture, or for a static cache. There an assertion on the device finds
+    masks that cannot be served.
     """
     device = options["device"]
     is_causal = "allow_is_bidirectional_skip" not in options  # an option of bidirectional masks alone
@@ -78,17 +78,22 @@ def make_mask(
             torch._assert_async(~_has_holes(padding), _HOLES)
         if tokens is not None:
             torch._assert_async(~tokens.see_next().any(), _FUTURE)
-    elif padding is not None or tokens is not None:
-        documents = None
-        if tokens is not None and padding is None and q_length == kv_length:
-            documents = tokens.begin()
-        segments, is_padded = _read(padding, documents, tokens, q_length, is_causal)
+    else:
+        segments = None
+        if tokens is not None:
+            _refuse_future(tokens)
+            if padding is None and q_length == kv_length:
+                segments = find_documents(tokens.begin())
+        if padding is not None:
+            hidden, holes, keys, queries = _read(padding, q_length)
+            if holes:
+                segments = _without_holes(padding, q_length, keys, queries if is_causal else None)
+            elif not hidden:
+                padding = None
         if segments is not None:
             marker: Any = torch.empty((0, 1, 1, batch_size), dtype=torch.int32, device=device)
             marker.segments = segments
             return marker
-        if not is_padded:
-            padding = None
     if padding is None and not is_static and end == kv_length:
         return None
     return _lengths(batch_size, padding, end, is_causal, device)
@@ -161,40 +166,36 @@ class _Tokens:
         return seen.expand(len(self.batch), -1)
 
 
-def _read(
-    padding: torch.Tensor | None,
-    documents: torch.Tensor | None,
-    tokens: _Tokens | None,
-    q_length: int,
-    is_causal: bool,
-) -> tuple[Segments | None, bool]:
-    """Read from the device, in one copy, what decides the form of the mask.
-
-    Returns segments if the requests have to be packed, and whether a key is hidden.
-    """
-    no = torch.zeros((), dtype=torch.int64)
-    facts = dict.fromkeys(("future", "holes", "hidden", "keys", "queries", "begins", "longest"), no)
-    if tokens is not None:
-        facts["future"] = tokens.see_next().any()
-    if padding is not None:
-        facts["holes"], facts["hidden"] = _has_holes(padding), ~padding.all()
-        facts["keys"], facts["queries"] = padding.sum(), padding[:, -q_length:].sum()
-    if documents is not None:
-        places = torch.arange(q_length, device=documents.device)
-        first = torch.where(documents, places, 0).cummax(1).values
-        facts["begins"], facts["longest"] = documents.sum(), (places - first).amax() + 1
-    device = padding.device if padding is not None else tokens.later.device  # type: ignore[union-attr]
-    names, values = list(facts), [fact.to(device, torch.int64) for fact in facts.values()]
-    got = dict(zip(names, torch.stack(values).tolist(), strict=True))
-    if got["future"]:
+def _refuse_future(tokens: _Tokens) -> None:
+    """Read whether tokens see later ones, and refuse that."""
+    if tokens.see_next().any():
         raise ValueError(_FUTURE)
-    if padding is not None and got["holes"]:
-        return _without_holes(padding, q_length, got["keys"], got["queries"] if is_causal else None), True
-    if documents is not None and got["begins"] > len(documents):
-        starts = _rows(documents, got["begins"])
-        cu_seqlens = torch.nn.functional.pad(starts, (0, 1), value=documents.numel()).to(torch.int32)
-        return Segments(None, None, cu_seqlens, cu_seqlens, got["longest"], got["longest"]), False
-    return None, bool(got["hidden"])
+
+
+def _read(padding: torch.Tensor, q_length: int) -> list[int]:
+    """Read in one copy what decides the form of a mask.
+
+    Returns whether a key is hidden, whether one between visible ones is, and how many keys and queries are
+    visible.
+    """
+    facts = [~padding.all(), _has_holes(padding), padding.sum(), padding[:, -q_length:].sum()]
+    numbers: list[int] = torch.stack([fact.to(torch.int64) for fact in facts]).tolist()
+    return numbers
+
+
+def find_documents(begins: torch.Tensor) -> Segments | None:
+    """Make segments of documents. Their number and the longest length are read from the device, in one copy.
+
+    ``begins`` says of each token of `[b, s]` whether a document begins there, as each row does. Returns None
+    if there are no more documents than rows.
+    """
+    places = torch.arange(begins.shape[1], device=begins.device)
+    first = torch.where(begins, places, 0).cummax(1).values
+    count, longest = torch.stack([begins.sum(), (places - first).amax() + 1]).tolist()
+    if count == len(begins):
+        return None
+    cu_seqlens = torch.nn.functional.pad(_rows(begins, count), (0, 1), value=begins.numel()).to(torch.int32)
+    return Segments(None, None, cu_seqlens, cu_seqlens, longest, longest)
 
 
 def _without_holes(padding: torch.Tensor, q_length: int, keys: int, queries: int | None) -> Segments:
