@@ -219,7 +219,10 @@ def losses(model: Any, attention: str, mask: torch.Tensor | None, step: Any = No
     model.set_attn_implementation(attention)
     call = model if step is None else step(model)
     optimizer, ids = torch.optim.AdamW(model.parameters(), lr=1e-2), tokens()
-    labels, result = ids if mask is None else ids.masked_fill(mask == 0, -100), []
+    labels: torch.Tensor = ids
+    if mask is not None:  # a token after padding is predicted by padding, whose attention is not defined
+        labels = ids.masked_fill((mask & torch.nn.functional.pad(mask, (1, 0))[:, :-1]) == 0, -100)
+    result = []
     for _ in range(10):
         loss = call(input_ids=ids, attention_mask=mask, labels=labels, use_cache=False).loss
         optimizer.zero_grad()

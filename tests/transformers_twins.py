@@ -13,6 +13,11 @@ CALLS: list[str] = []
 """Names of the functions that were called."""
 
 
+def record(name: str) -> None:
+    if not torch.compiler.is_compiling():  # a list that grows would be compiled again
+        CALLS.append(name)
+
+
 def check(q: torch.Tensor, *arrays: torch.Tensor | None) -> None:
     """Check lengths and starts as the functions do; a copy would be made of others that are refused here."""
     for x in arrays:
@@ -59,7 +64,7 @@ def options_of(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def flash_attn_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **given: Any) -> Any:
-    CALLS.append("flash_attn_func")
+    record("flash_attn_func")
     check(q)
     options = options_of(given)
     s_q, s_k = q.shape[1], k.shape[1]
@@ -73,7 +78,7 @@ def flash_attn_with_kvcache(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, k: None = None, v: None = None, *,
     cache_seqlens: torch.Tensor | None = None, cache_leftpad: torch.Tensor | None = None, **given: Any,
 ) -> Any:  # fmt: skip
-    CALLS.append("flash_attn_with_kvcache")
+    record("flash_attn_with_kvcache")
     check(q, cache_seqlens, cache_leftpad)
     options = options_of(given)
     used = (q, k_cache, v_cache, options["attn_sink"])
@@ -93,7 +98,7 @@ def flash_attn_varlen_func(
     max_seqlen_q: int, max_seqlen_k: int, *, seqused_q: torch.Tensor | None = None,
     seqused_k: torch.Tensor | None = None, **given: Any,
 ) -> Any:  # fmt: skip
-    CALLS.append("flash_attn_varlen_func")
+    record("flash_attn_varlen_func")
     check(q, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
     assert isinstance(max_seqlen_q, int) and isinstance(max_seqlen_k, int)
     options = options_of(given)
