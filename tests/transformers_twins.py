@@ -38,7 +38,8 @@ def attend(
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
     scores = scores.masked_fill(~visible[..., None, :, :], -torch.inf)
-    top = scores.detach().amax(-1, keepdim=True).clamp(min=-1e30)
+    top = scores.detach().amax(-1, keepdim=True)
+    top = top.where(top > -torch.inf, 0)
     p = torch.exp(scores - top)
     total = p.sum(-1, keepdim=True)
     lse = (top + total.log()).squeeze(-1)

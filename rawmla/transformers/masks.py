@@ -21,8 +21,8 @@ from transformers.masking_utils import causal_mask_function
 from transformers.utils.import_utils import is_tracing
 
 _HOLES = (
-    "attention_mask: rawmla takes masks with hidden keys between visible ones in eager calls without a static "
-    "cache alone; pad on one side, or use attn_implementation='sdpa'"
+    "attention_mask: rawmla takes masks with hidden keys between visible ones in eager calls without a "
+    "static cache alone; pad on one side, or use attn_implementation='sdpa'"
 )
 _FUTURE = (
     "attention_mask: rawmla cannot let tokens of an image or block see later tokens; use "
