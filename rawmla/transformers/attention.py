@@ -48,7 +48,7 @@ def attend(
     q, k, v = [(x if dtype is None else x.to(dtype)).transpose(1, 2) for x in (query, key, value)]
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     left = -1 if sliding_window is None else sliding_window - 1
-    shared = {
+    shared: dict[str, Any] = {
         **{"softmax_scale": scaling, "causal": causal, "softcap": softcap or 0.0, "attn_sink": s_aux},
         "window_size": (left, 0 if causal else left),
     }
@@ -65,7 +65,7 @@ def attend(
             return _attend_segments(q, k, v, documents, shared), None
         return rawmla.flash_attn_func(q, k, v, **shared)[0], None
     if attention_mask.shape[0] == 0:
-        return _attend_segments(q, k, v, attention_mask.segments, shared), None  # type: ignore[attr-defined]
+        return _attend_segments(q, k, v, attention_mask.segments, shared), None
     start, end = attention_mask.flatten(1)
     # The diagonal of the cache function ends at the last key, which only causal queries share.
     if needs_gradient or (left >= 0 and not causal):
@@ -195,8 +195,13 @@ def _attend_padded(
         for s, skipped in ((s_q, first), (s_k, start))
     ]
     out: torch.Tensor = rawmla.flash_attn_varlen_func(
-        *[x.flatten(0, 1) for x in (q, k, v)],
-        *(cu_seqlens_q, cu_seqlens_k, s_q, s_k),
+        q.flatten(0, 1),
+        k.flatten(0, 1),
+        v.flatten(0, 1),
+        cu_seqlens_q,
+        cu_seqlens_k,
+        s_q,
+        s_k,
         **shared,
         seqused_q=used_q,
         seqused_k=used_k,

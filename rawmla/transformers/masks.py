@@ -1,7 +1,7 @@
 """The mask function of transformers' models: padding and documents in the form that rawmla's functions take.
 
 transformers calls `make_mask` once for each forward pass and kind of layer, and hands the result to every
-layer. The result is None, if no key but those of a causal diagonal or window is hidden, or one of:
+layer. The result is None if the causal diagonal and the window alone hide keys. Otherwise it is one of:
 
 - Lengths, int32 `[2, 1, 1, b]`: the first key of each request and the end of its keys. They stay on the
   device, so no step of a static cache waits for the GPU. Four dimensions keep transformers from changing it.
