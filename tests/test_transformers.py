@@ -304,6 +304,21 @@ def test_checkpointing_keeps_gradients() -> None:
     assert torch.allclose(gradients[0], gradients[1]) and torch.allclose(gradients[0], gradients[2])
 
 
+@pytest.mark.skipif(HAS_GPU, reason="tests/gpu runs the program as it stands")
+def test_the_example(capsys: pytest.CaptureFixture[str], monkeypatch: MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(rawmla, "warmup", lambda *names, **options: None)
+    code = (ROOT / "examples" / "any_transformers_model.py").read_text().replace('"cuda"', '"cpu"')
+    program: dict[str, Any] = {"__name__": "example"}
+    exec(code, program)
+    program |= {"PROMPTS": [11, 5, 1], "NEW_TOKENS": 6, "HEAD_DIM": 16, "LAYERS": 2}
+    program["main"]()
+    assert capsys.readouterr().out.endswith("any_transformers_model: the tokens agree, 18 of 18\n")
+    with pytest.raises(SystemExit, match="request 0 differs at token 0, by "):
+        monkeypatch.setattr(rawmla, "flash_attn_with_kvcache", lambda q, k, v, **given: (-q, None))
+        program["main"]()
+
+
 def test_imports(tmp_path: Path) -> None:
     """Nothing imports transformers before register, which says what to install where it is missing."""
     code = "import sys, rawmla.transformers; print({'torch', 'transformers'} & set(sys.modules))"
