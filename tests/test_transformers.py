@@ -141,33 +141,41 @@ def test_padding_on_the_right_is_a_hole_of_later_steps() -> None:
 
 
 def test_static_caches_read_nothing_from_the_device(monkeypatch: MonkeyPatch) -> None:
-    model, ids = make(CONFIGS["llama"]()), tokens()
-    cache = hf.StaticCache(model.config, max_cache_len=32)
-    with torch.no_grad():
-        model(ids, attention_mask=padding("left"), cache=cache)
-    for name in ("item", "tolist", "__bool__", "__int__", "nonzero"):
-        monkeypatch.setattr(torch.Tensor, name, lambda *given: pytest.fail("reads the device"))
-    mask = torch.nn.functional.pad(padding("left"), (0, 1), value=1)
-    embeds = torch.zeros(3, 1, 64, device=DEVICE)
-    lengths = create_causal_mask(model.config, embeds, mask, cache)
-    monkeypatch.undo()
-    assert lengths.flatten(1).tolist() == [[4, 0, 1], [12, 12, 12]]
+    model = make(CONFIGS["llama"]())
+    for new, ends in ((11, [11] * 3), (1, [12] * 3)):
+        cache, mask = hf.StaticCache(model.config, max_cache_len=32), padding("left")
+        if new == 1:
+            with torch.no_grad():
+                model(tokens(), attention_mask=mask, cache=cache)
+            mask = torch.nn.functional.pad(mask, (0, 1), value=1)
+        with monkeypatch.context() as context:
+            for name in ("item", "tolist", "__bool__", "__int__", "nonzero"):
+                context.setattr(torch.Tensor, name, lambda *given: pytest.fail("reads the device"))
+            lengths = create_causal_mask(model.config, torch.zeros(3, new, 64, device=DEVICE), mask, cache)
+        assert lengths.flatten(1).tolist() == [[4, 0, 1], ends]
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gpt_oss"])
 @pytest.mark.parametrize("given", ["position_ids", "cu_seq_lens"])
 def test_packed_documents(name: str, given: str) -> None:
     """Documents in one row have the logits that they have alone."""
-    model, ids, lengths = make(CONFIGS[name]()), tokens(1, 24), [7, 1, 16]
-    places = torch.cat([torch.arange(n) for n in lengths])[None].to(DEVICE)
-    inputs = {"input_ids": ids, "position_ids": places, "use_cache": False}
-    if given == "cu_seq_lens":
-        starts = torch.tensor([0, 7, 8, 24], dtype=torch.int32, device=DEVICE)
-        inputs |= {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": 16, "max_length_k": 16}
-    with torch.no_grad():
-        got = model(**inputs).logits
-        alone = [model(part).logits for part in ids.split(lengths, 1)]
-    torch.testing.assert_close(got, torch.cat(alone, 1), **TOLERANCE)
+    model, lengths = make(CONFIGS[name]()), [7, 1, 16]
+    for rows in (1,) if name == "gpt_oss" else (1, 2):  # it makes its masks without positions
+        ids = tokens(rows, 24)
+        places = torch.cat([torch.arange(n) for n in lengths]).expand(rows, -1).to(DEVICE)
+        inputs = {"input_ids": ids, "position_ids": places, "use_cache": False}
+        if given == "cu_seq_lens":
+            ends = torch.tensor(lengths * rows, device=DEVICE).cumsum(0).to(torch.int32)
+            starts = torch.nn.functional.pad(ends, (1, 0))
+            inputs |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), starts)
+            inputs |= dict.fromkeys(("max_length_q", "max_length_k"), 16)
+        with torch.inference_mode():
+            got = model(**inputs).logits
+            alone = [model(part).logits for part in ids.split(lengths, 1)]
+        torch.testing.assert_close(got, torch.cat(alone, 1), **TOLERANCE)
+        if given == "position_ids" and rows == 1:  # other positions in the same tensor
+            places.copy_(torch.arange(24))
+            torch.testing.assert_close(model(**inputs).logits, model(ids).logits, **TOLERANCE)
 
 
 @padded_models
@@ -208,9 +216,10 @@ def test_compiled_models_refuse_what_they_cannot_see() -> None:
     model = torch.compile(make(CONFIGS["llama"]()), backend="aot_eager", fullgraph=True)
     with pytest.raises(RuntimeError, match="hidden keys between visible ones"):
         model(tokens(), attention_mask=padding("holes"), use_cache=False)
-    places = torch.tensor([[0, 1, 2, 0, 1]])
-    with pytest.raises(RuntimeError, match="pass cu_seq_lens_q"):
-        model(tokens(1, 5), position_ids=places, use_cache=False)
+    for rows in (1, 2):
+        places = torch.tensor([[0, 1, 2, 0, 1]] * rows)
+        with pytest.raises(RuntimeError, match="pass cu_seq_lens_q"):
+            model(tokens(rows, 5), position_ids=places, use_cache=False)
 
 
 def test_compiled_decoding() -> None:

@@ -114,15 +114,17 @@ def _documents_of(q: torch.Tensor, k: torch.Tensor, position_ids: Any) -> Segmen
     Layers of a pass share the tensor, so the first one reads from the device. Under torch.compile an
     assertion on the device refuses documents.
     """
-    if position_ids is None or position_ids.ndim != 2 or len(q) != 1 or not 1 < q.shape[1] == k.shape[1]:
+    if position_ids is None or position_ids.ndim != 2 or not 1 < q.shape[1] == k.shape[1]:
         return None
     begins = torch.nn.functional.pad(position_ids.diff() != 1, (1, 0), value=True)
     if is_tracing(position_ids):
         torch._assert_async(
-            begins.sum() == 1,
+            begins.sum() == len(begins),
             "position_ids: pass cu_seq_lens_q, cu_seq_lens_k, max_length_q and max_length_k too, with packed "
             "documents under torch.compile",
         )
+        return None
+    if len(q) != 1:
         return None
     version = None if position_ids.is_inference() else position_ids._version
     known = getattr(position_ids, "rawmla_documents", None)

@@ -61,9 +61,11 @@ def make_mask(
     device = options["device"]
     is_causal = "allow_is_bidirectional_skip" not in options  # an option of bidirectional masks alone
     _refuse_others(kv_offset + kv_length, options)
-    # Keys end after the last query. A static cache is longer, and has its number of tokens on the device.
+    # Keys end after the last query. A static cache is longer, and keeps its number of tokens on the device.
     end: Any = q_offset + q_length - kv_offset if is_causal else kv_length
-    is_static = isinstance(end, torch.Tensor) or (is_causal and q_length == 1 and _is_compileable(options))
+    is_static = isinstance(end, torch.Tensor) or end != kv_length
+    # A static cache of a window is as long as the window; a step over it never goes without a mask.
+    is_static |= is_causal and q_length == 1 and not options.get("allow_is_causal_skip", True)
     padding = None
     if attention_mask is not None:
         missing = kv_offset + kv_length - attention_mask.shape[-1]
@@ -94,14 +96,9 @@ def make_mask(
             marker: Any = torch.empty((0, 1, 1, batch_size), dtype=torch.int32, device=device)
             marker.segments = segments
             return marker
-    if padding is None and not is_static and end == kv_length:
+    if padding is None and not is_static:
         return None
     return _lengths(batch_size, padding, end, is_causal, device)
-
-
-def _is_compileable(options: dict[str, Any]) -> bool:
-    """Whether this is a decoding step over a static cache, for which transformers forbids skipping a mask."""
-    return not options.get("allow_is_causal_skip", True)
 
 
 def _refuse_others(keys: int, options: dict[str, Any]) -> None:
