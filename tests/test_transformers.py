@@ -25,7 +25,11 @@ pytest.importorskip("transformers", "5.24", reason='needs transformers: pip inst
 import torch  # noqa: E402
 import transformers as hf  # noqa: E402
 import transformers_twins as twins  # noqa: E402
-from transformers.masking_utils import create_causal_mask, create_chunked_causal_mask  # noqa: E402
+from transformers.masking_utils import (  # noqa: E402
+    create_causal_mask,
+    create_chunked_causal_mask,
+    create_sliding_window_causal_mask,
+)
 from transformers_models import (  # noqa: E402
     CONFIGS,
     DEVICE,
@@ -141,8 +145,12 @@ def test_padding_on_the_right_is_a_hole_of_later_steps() -> None:
 
 
 def test_static_caches_read_nothing_from_the_device(monkeypatch: MonkeyPatch) -> None:
-    model = make(CONFIGS["llama"]())
-    for new, ends in ((11, [11] * 3), (1, [12] * 3)):
+    for name, make_mask, new, starts, ends in (
+        ("llama", create_causal_mask, 11, [4, 0, 1], [11] * 3),
+        ("llama", create_causal_mask, 1, [4, 0, 1], [12] * 3),
+        ("mistral", create_sliding_window_causal_mask, 1, [0] * 3, [5] * 3),
+    ):
+        model = make(CONFIGS[name]())
         cache, mask = hf.StaticCache(model.config, max_cache_len=32), padding("left")
         if new == 1:
             with torch.no_grad():
@@ -151,8 +159,8 @@ def test_static_caches_read_nothing_from_the_device(monkeypatch: MonkeyPatch) ->
         with monkeypatch.context() as context:
             for name in ("item", "tolist", "__bool__", "__int__", "nonzero"):
                 context.setattr(torch.Tensor, name, lambda *given: pytest.fail("reads the device"))
-            lengths = create_causal_mask(model.config, torch.zeros(3, new, 64, device=DEVICE), mask, cache)
-        assert lengths.flatten(1).tolist() == [[4, 0, 1], ends]
+            lengths = make_mask(model.config, torch.zeros(3, new, 64, device=DEVICE), mask, cache)
+        assert lengths.flatten(1).tolist() == [starts, ends]
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gpt_oss"])
