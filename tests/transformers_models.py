@@ -95,7 +95,7 @@ def losses(model: Any, attention: str, mask: torch.Tensor | None, step: Any = No
     model = copy.deepcopy(model).train()
     model.set_attn_implementation(attention)
     call = model if step is None else step(model)
-    optimizer, ids = torch.optim.AdamW(model.parameters(), lr=1e-2), tokens()
+    optimizer, ids = torch.optim.AdamW(model.parameters(), lr=3e-3), tokens()
     labels: torch.Tensor = ids
     if mask is not None:  # a token after padding is predicted by padding, whose attention is not defined
         labels = ids.masked_fill((mask & torch.nn.functional.pad(mask, (1, 0))[:, :-1]) == 0, -100)
