@@ -42,7 +42,7 @@ from transformers_models import (  # noqa: E402
     other_attention,
     padding,
     tokens,
-)  # fmt: skip
+)
 
 from rawmla.api import dense  # noqa: E402
 from rawmla.transformers.attention import FUNCTIONS, attend  # noqa: E402
@@ -52,12 +52,9 @@ TOLERANCE = {"atol": 0.1 if HAS_GPU else 1e-4, "rtol": 0}
 LOSS_TOLERANCE = 0.1 if HAS_GPU else 1e-3
 
 causal_models = pytest.mark.parametrize("name", CONFIGS)
-padded_models = (
-    pytest.mark.parametrize(  # a window counts visible tokens; eager attention counts hidden ones too
-        ("name", "pad"),
-        [(name, pad) for name in CONFIGS for pad in PADDINGS if pad != "holes" or name in WITHOUT_WINDOW],
-    )
-)
+# A window counts visible tokens; eager attention counts hidden ones too.
+PADDED = [(name, pad) for name in CONFIGS for pad in PADDINGS if pad != "holes" or name in WITHOUT_WINDOW]
+padded_models = pytest.mark.parametrize(("name", "pad"), PADDED)
 
 
 @pytest.fixture(autouse=True)
