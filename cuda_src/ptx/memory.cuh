@@ -58,6 +58,12 @@ __device__ __forceinline__ void stmatrix_x4_trans(u32 dst, u32 r0, u32 r1, u32 r
                  : "memory");
 }
 
+// The same of two matrices, whose rows the first 16 lanes give.
+__device__ __forceinline__ void stmatrix_x2_trans(u32 dst, u32 r0, u32 r1) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(dst), "r"(r0), "r"(r1)
+                 : "memory");
+}
+
 // 16 bytes of shared memory, a pair of floats, and 4 bytes.
 __device__ __forceinline__ uint4 load_shared_16(u32 src) {
     uint4 value;
@@ -76,6 +82,12 @@ __device__ __forceinline__ u32 load_shared_4(u32 src) {
     u32 value;
     asm volatile("ld.shared.b32 %0, [%1];" : "=r"(value) : "r"(src) : "memory");
     return value;
+}
+
+__device__ __forceinline__ void store_shared_16(u32 dst, const uint4& value) {
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(dst), "r"(value.x), "r"(value.y),
+                 "r"(value.z), "r"(value.w)
+                 : "memory");
 }
 
 // Loads that must not move above griddepcontrol.wait and must not use the non-coherent path.
