@@ -25,7 +25,7 @@ struct Request {
         const int capacity = params.block_size * params.table_columns;
         q_begin = q.begin, q_len = q.count;
         new_begin = fresh.begin, new_len = fresh.count;
-        cached = params.cache_length;
+        cached = static_cast<int>(params.cache_length);
         if (params.cache_seqlens != nullptr) {
             cached = params.cache_seqlens[request];
         } else if (params.cu_seqlens_k != nullptr) {

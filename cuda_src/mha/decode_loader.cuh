@@ -57,19 +57,21 @@ class BlockLoader {
         return block * kBlockTokens + 16 * row + lane_row;
     }
     __device__ __forceinline__ void look_up(const Walk& walk, int block) {
+        const int row_of_cache =
+            params.cache_batch_idx == nullptr ? walk.index : params.cache_batch_idx[walk.index];
 #pragma unroll
         for (int row = 0; row < kRows; ++row) {
             const int key = key_of(block, row);
             Place& place = next[row];
             place = {-1, key};
             if (key < walk.request.first_key || key >= walk.request.length) continue;
-            if (params.block_table != nullptr) {
+            place.block = row_of_cache;
+            if (params.block_table != nullptr && 0 <= row_of_cache && row_of_cache < params.table_rows) {
                 const int column = divide(key, params.block_magic, params.block_shift);
-                place.block = params.block_table[walk.index * params.table_stride + column];
+                place.block = params.block_table[row_of_cache * params.table_stride + column];
                 place.token = key - column * params.block_size;
-            } else {
-                place.block =
-                    params.cache_batch_idx == nullptr ? walk.index : params.cache_batch_idx[walk.index];
+            } else if (params.block_table != nullptr) {
+                place.block = -1;
             }
             if (place.block >= params.num_blocks) place.block = -1;
         }

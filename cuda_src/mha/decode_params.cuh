@@ -34,13 +34,14 @@ struct Params {
     const int* cu_seqlens_k;     // [b + 1], whose differences are lengths
     const int* cu_seqlens_new;
     const int* cache_leftpad;    // [b]; null: 0
-    const int* cache_batch_idx;  // [b]; null: r
-    const int* block_table;      // [b, table_columns]; null: a request is a block
+    const int* cache_batch_idx;  // [b]: the row of the table, or without one the block; null: r
+    const int* block_table;      // [table_rows, table_columns]; null: a request is a block
     const int* rotary_seqlens;   // [b]; null: tokens in the cache
     const void* attn_sink;
     const float* alibi_slopes;
     float* states;   // scratch: reference and sum of each row of a part (mha/decode_output.cuh)
     float* o_parts;  // scratch: O of a part
+    i64 cache_length;
     i64 q_stride_b, q_stride_s, q_stride_h;
     i64 k_stride_b, k_stride_s, k_stride_h;  // of the cache: block, token, head
     i64 v_stride_b, v_stride_s, v_stride_h;
@@ -54,8 +55,7 @@ struct Params {
     u32 group_magic;
     int d_qk, d_v;  // multiples of 8
     int seqlen_q, total_q, seqlen_new, total_new;
-    int cache_length;
-    int num_blocks, block_size, table_columns, block_shift;
+    int num_blocks, block_size, table_rows, table_columns, block_shift;
     u32 block_magic;
     int window_left, window_right;  // 0 on the right: causal
     int rotary_dim, rotary_rows, rotary_interleaved;

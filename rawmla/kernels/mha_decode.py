@@ -11,7 +11,7 @@ from ..jit.params import F32, I32, I64, POINTER, U32, ParamStruct, changing
 from ..jit.spec import MAX_SMEM_BYTES
 from .common import CHUNK, DTYPES, FLOAT_DTYPES, LOG2_E, ceil_div, divisor, fields, padded, stride_params
 
-_TILE_ROWS = (8, 16, 32, 64)
+TILE_ROWS = (8, 16, 32, 64)
 """Query rows that a CTA attends at once."""
 _BARRIER_BYTES = 1024
 """Shared memory for barriers and what else is small."""
@@ -41,9 +41,9 @@ class MhaDecodeCall(NamedTuple):
     total_new: int
     num_blocks: int
     block_size: int
+    table_rows: int
     table_columns: int
     table_stride: int
-    cache_length: int  # of every request, where no array says it
     q_strides: tuple[int, int, int]
     k_strides: tuple[int, int, int]
     v_strides: tuple[int, int, int]
@@ -96,13 +96,14 @@ _STRIDED = ("q", "k", "v", "k_new", "v_new", "out")
 PARAMS = ParamStruct(
     changing(
         POINTER(*[_NAMES.get(name, name) for name in MhaDecodeAddresses._fields], "states", "o_parts"),
+        I64("cache_length"),
     ),
     I64(*[f"{name}_stride_{axis}" for name in _STRIDED for axis in "bsh"]),
     I64("lse_stride_b", "lse_stride_h", "table_stride"),
     I32("b", "heads_kv", "group", "group_shift"),
     U32("group_magic"),
-    I32("d_qk", "d_v", "seqlen_q", "total_q", "seqlen_new", "total_new", "cache_length"),
-    I32("num_blocks", "block_size", "table_columns", "block_shift"),
+    I32("d_qk", "d_v", "seqlen_q", "total_q", "seqlen_new", "total_new"),
+    I32("num_blocks", "block_size", "table_rows", "table_columns", "block_shift"),
     U32("block_magic"),
     I32("window_left", "window_right"),
     I32("rotary_dim", "rotary_rows", "rotary_interleaved", "rotates_by_token"),
@@ -129,8 +130,8 @@ class Tile(NamedTuple):
 @cache
 def tile_of(rows: int, d_qk: int, d_v: int) -> Tile:
     """The tile for so many query rows of a KV head, for head dimensions."""
-    rows = next((size for size in _TILE_ROWS if size >= rows), _TILE_ROWS[-1])
-    math_groups = 1 if rows == _TILE_ROWS[0] else 2
+    rows = next((size for size in TILE_ROWS if size >= rows), TILE_ROWS[-1])
+    math_groups = 1 if rows == TILE_ROWS[0] else 2
     k_chunks, v_chunks = ceil_div(d_qk, CHUNK), ceil_div(d_v, CHUNK)
     token_tiles = 2 if max(k_chunks, v_chunks) == 1 else 1
     row_bytes = 2 * CHUNK
@@ -165,9 +166,7 @@ def specs(
     combined = _defines(dtype, d_qk, d_v, tile, False, False)
     rows_bytes = tile.group_rows * 2 * CHUNK * ceil_div(d_v, CHUNK)
     return (
-        jit.KernelSpec(
-            "mha_decode", tuple(defines.items()), 128 * (tile.math_groups + 1), tile.smem_bytes
-        ),
+        jit.KernelSpec("mha_decode", tuple(defines.items()), 128 * (tile.math_groups + 1), tile.smem_bytes),
         jit.KernelSpec("mha_decode_combine", tuple(combined.items()), 128, rows_bytes),
     )
 
@@ -200,8 +199,18 @@ class PreparedMhaDecode:
             lse_stride_b=call.lse_strides[0],
             lse_stride_h=call.lse_strides[1],
             **fields(call, "table_stride", "b", "d_qk", "d_v", "total_q", "seqlen_new", "total_new"),
-            **fields(call, "cache_length", "num_blocks", "block_size", "table_columns"),
-            **fields(call, "window_left", "window_right", "rotary_dim", "rotary_rows", "rotary_interleaved"),
+            **fields(
+                call,
+                "num_blocks",
+                "block_size",
+                "table_columns",
+                "table_rows",
+                "window_left",
+                "window_right",
+                "rotary_dim",
+                "rotary_rows",
+                "rotary_interleaved",
+            ),
             **fields(call, "rotates_by_token", "alibi_stride_b", "is_whole", "empty_lse"),
             heads_kv=call.h_kv,
             group=group,
@@ -222,15 +231,16 @@ class PreparedMhaDecode:
             grid = (ctas, tile.math_groups, 1)
             self._combine = combine.prepare(grid, params, PARAMS.changing, pdl=True).launch
 
-    def launch(self, stream: int, addresses: tuple[int, ...], scratch: int) -> None:
+    def launch(self, stream: int, addresses: tuple[int, ...], scratch: int, cache_length: int) -> None:
         """Enqueue the kernel, and the combine after it.
 
         ``addresses`` has the order of `MhaDecodeAddresses`; ``scratch`` is the address of 16-byte aligned
-        scratch, or 0.
+        scratch, or 0; ``cache_length`` is the number of tokens in the cache of each request, where no array
+        has it.
         """
         if self._combine is None:
-            self._launch(stream, *addresses, 0, 0)
+            self._launch(stream, *addresses, 0, 0, cache_length)
             return
-        members = (*addresses, scratch, scratch + self._states_bytes)
+        members = (*addresses, scratch, scratch + self._states_bytes, cache_length)
         is_current = self._launch(stream, *members)
         self._combine(stream, *members, context_is_current=is_current)
