@@ -123,7 +123,7 @@ def attend_cache(arrays: CacheArrays, options: CacheOptions) -> tuple[Any, Any]:
         arrays = arrays._replace(cache_seqlens=None)
     # The key has what checks depend on, as in dense decoding.
     key: list[Any] = [options, has_length]
-    views: list[Fields | None] = []
+    views: list[Any] = []
     for name, x in zip(CacheArrays._fields, arrays, strict=True):
         if x is None and name not in _REQUIRED:
             views.append(None)
@@ -260,8 +260,8 @@ def _check_call(
     rotary_dim = fields["rotary_dim"]
     if rotary_dim % 16 or rotary_dim > d_qk:
         raise ValueError(
-            "rotary_cos: expected shape [rows, rotary_dim / 2] with a rotary_dim that is a multiple of 16 and "
-            f"at most the d_qk {d_qk} of q, got {list(arrays.rotary_cos[1])}"
+            "rotary_cos: expected shape [rows, rotary_dim / 2], where rotary_dim is a multiple of 16 and at "
+            f"most the d_qk {d_qk} of q, got {list(arrays.rotary_cos[1])}"
         )
     return fields, (*copied, *angles)
 
