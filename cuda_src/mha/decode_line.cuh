@@ -23,7 +23,7 @@ struct Request {
         const Segment q(params.cu_seqlens_q, request, params.total_q, params.seqlen_q);
         const Segment fresh(params.cu_seqlens_new, request, params.total_new, params.seqlen_new);
         const int capacity = params.block_size * params.table_columns;
-        q_begin = q.begin, q_len = q.count;
+        q_begin = q.begin, q_len = q.count <= params.most_tokens ? q.count : 0;
         new_begin = fresh.begin, new_len = fresh.count;
         cached = static_cast<int>(params.cache_length);
         if (params.cache_seqlens != nullptr) {
@@ -36,6 +36,7 @@ struct Request {
         // The last query sees the last key, whatever the window is on the right.
         const int leftpad = params.cache_leftpad == nullptr ? 0 : params.cache_leftpad[request];
         first_key = min_int(max_int(max_int(leftpad, 0), length - q_len - params.window_left), length);
+        if (q_len == 0) first_key = length;
         if (new_len > 0) first_key = min_int(first_key, max_int(cached, 0));
         first_block = first_key / kBlockTokens;
         blocks = max_int(ceil_div(length, kBlockTokens) - first_block, 1);  // one that writes zeros

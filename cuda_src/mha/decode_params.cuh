@@ -62,6 +62,7 @@ struct Params {
     int rotates_by_token;  // query i is at the position of new token i, else at the first one's
     int alibi_stride_b, sink_dtype;
     int max_tiles;  // of the longest request
+    int most_tokens;  // longer requests have their results from mha_forward.cu
     int is_whole;   // a CTA attends a whole pair, whatever the batch
     float empty_lse;
     float scale_log2;   // of scores in base 2; with a softcap its factor after tanh

@@ -62,6 +62,7 @@ class MhaDecodeCall(NamedTuple):
     sink_dtype: str | None = None
     has_alibi: bool = False
     alibi_stride_b: int = 0
+    most_tokens: int = 2**31 - 1  # longer requests have no results, but new tokens
     is_whole: bool = False  # one order of sums, whatever the batch
     empty_lse: float = -float("inf")
 
@@ -107,7 +108,7 @@ PARAMS = ParamStruct(
     U32("block_magic"),
     I32("window_left", "window_right"),
     I32("rotary_dim", "rotary_rows", "rotary_interleaved", "rotates_by_token"),
-    I32("alibi_stride_b", "sink_dtype", "max_tiles", "is_whole"),
+    I32("alibi_stride_b", "sink_dtype", "max_tiles", "most_tokens", "is_whole"),
     F32("empty_lse", "scale_log2", "score_scale"),
 )
 
@@ -177,7 +178,7 @@ class PreparedMhaDecode:
     def __init__(self, call: MhaDecodeCall, capturing: Callable[[], bool]) -> None:
         """Load the kernels; ``capturing`` as in `rawmla.jit.get_kernel`."""
         group = call.h_q // call.h_kv
-        rows = call.max_seqlen_q * group
+        rows = min(call.max_seqlen_q, call.most_tokens) * group
         tile = tile_of(rows, call.d_qk, call.d_v)
         max_tiles = ceil_div(max(rows, 1), tile.rows)
         kernel, combine = [
@@ -211,7 +212,7 @@ class PreparedMhaDecode:
                 "rotary_rows",
                 "rotary_interleaved",
             ),
-            **fields(call, "rotates_by_token", "alibi_stride_b", "is_whole", "empty_lse"),
+            **fields(call, "rotates_by_token", "alibi_stride_b", "most_tokens", "is_whole", "empty_lse"),
             heads_kv=call.h_kv,
             group=group,
             group_shift=group_shift,

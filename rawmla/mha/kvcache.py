@@ -14,7 +14,8 @@ from ..call.checks import as_bool, as_int, as_softmax_scale, check_groups, show,
 from ..call.frameworks import Fields, NewArray
 from ..call.memo import Memo
 from ..kernels.common import FLOAT_DTYPES
-from ..kernels.mha_decode import MhaDecodeCall, PreparedMhaDecode
+from ..kernels.mha_cached import PreparedCached
+from ..kernels.mha_decode import MhaDecodeCall
 from ..kernels.mha_forward import NO_BOUND
 from .arguments import (
     NO_WINDOW,
@@ -359,5 +360,7 @@ def _prepare(arrays: CacheArrays, options: CacheOptions, has_length: bool) -> Pr
         fields["lse_strides"] = (h_q * total_q, total_q)
     kernels = None
     if b and (fields["max_seqlen_q"] or fields["seqlen_new"]):
-        kernels = PreparedMhaDecode(MhaDecodeCall(**fields), framework.capture_query(device))
+        serves_long = not has_length and arrays.rotary_cos is None and arrays.cache_leftpad is None
+        paged = arrays.block_table is not None
+        kernels = PreparedCached(MhaDecodeCall(**fields), paged, serves_long, framework.capture_query(device))
     return Prepared.of(arrays._asdict(), results, kernels, copied)
