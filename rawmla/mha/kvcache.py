@@ -298,17 +298,17 @@ def _cache_fields(arrays: CacheArrays, sizes: Sizes) -> dict[str, Any]:
     b, num_blocks, block_size = sizes["b"], sizes["num_blocks"], sizes["block_size"]
     columns = table_rows = table_stride = 0
     if arrays.block_table is None:
-        if arrays.cache_batch_idx is None and num_blocks != b:
+        if arrays.cache_batch_idx is None and num_blocks < b:
             raise ValueError(
-                f"k_cache: expected {b} rows, one of each request, without block_table and cache_batch_idx, "
+                f"k_cache: expected at least {b} rows, one of each request, without block_table and cache_batch_idx, "
                 f"got shape {list(arrays.k_cache[1])}"
             )
         columns = 1
     else:
         table_rows, columns = sizes["rows"], sizes["columns"]
-        if arrays.cache_batch_idx is None and table_rows != b:
+        if arrays.cache_batch_idx is None and table_rows < b:
             raise ValueError(
-                f"block_table: expected {b} rows, one of each request, got shape {[table_rows, columns]}"
+                f"block_table: expected at least {b} rows, one of each request, got shape {[table_rows, columns]}"
             )
         table_stride = usable_strides(*arrays.block_table[1:3])[0]
     strides = []
