@@ -30,6 +30,7 @@
 #include "layout/rescale.cuh"
 #include "layout/swizzled_tile.cuh"
 #include "layout/transposed.cuh"
+#include "mha/decode_fp8.cuh"
 #include "mha/decode_line.cuh"
 #include "mha/decode_loader.cuh"
 #include "mha/decode_output.cuh"
@@ -68,6 +69,7 @@ class Math {
     float m[kThreadRows], l[kThreadRows];  // references of the softmax; the thread's share of the sums
     float slope[kThreadRows];              // ALiBi, times log2(e)
     int diagonal[kThreadRows];             // the key that the row's token is aligned to
+    float scale_log2, score_scale;         // of the pair's scores: see Params
 
     __device__ __forceinline__ u32 rows_address() const { return smem_address(smem.rows[wg]); }
 
@@ -78,18 +80,24 @@ class Math {
 #pragma unroll
         for (int own = threadIdx.x % 128 / 8; own < kOwnRows; own += 16) {
             const RowPlace row(params, walk, walk.first_row(wg) + own);
-            const u16* src = params.q + (segments ? 0 : walk.index * params.q_stride_b) +
+            const QElement* src = params.q + (segments ? 0 : walk.index * params.q_stride_b) +
                              (walk.request.q_begin + row.token) * params.q_stride_s +
                              row.head * params.q_stride_h;
+#if !CACHE_FP8
             int position =
                 params.rotary_seqlens == nullptr ? walk.request.cached : params.rotary_seqlens[walk.index];
             if (params.rotates_by_token) position += row.token;
+#endif
 #pragma unroll
             for (int chunk = 0; chunk < kKChunks; ++chunk) {
+                uint4 value = make_uint4(0, 0, 0, 0);
+#if CACHE_FP8
+                if (row.exists) value = q_unit(src + 64 * chunk, unit, params.d_qk - 64 * chunk);
+#else
                 const int i = 8 * chunk + unit;
-                const bool is_there = row.exists && 8 * i < params.d_qk;
-                store_shared_16(rows_address() + chunk * Rows::kBytes + Rows::offset(own, unit),
-                                is_there ? load_rotated(params, src, i, position) : make_uint4(0, 0, 0, 0));
+                if (row.exists && 8 * i < params.d_qk) value = load_rotated(params, src, i, position);
+#endif
+                store_shared_16(rows_address() + chunk * Rows::kBytes + Rows::offset(own, unit), value);
             }
         }
     }
@@ -100,6 +108,13 @@ class Math {
         named_barrier_sync(NB_MATH + wg, 128);
         const Request& request = walk.request;
         const int shift = request.length - request.q_len;  // from a query's number to its diagonal
+        scale_log2 = params.scale_log2, score_scale = params.score_scale;
+        if constexpr (kFp8) {
+            const float factor =
+                descale(params.q_descale, params.q_descale_stride_b, params.q_descale_stride_h, walk) *
+                descale(params.k_descale, params.k_descale_stride_b, params.k_descale_stride_h, walk);
+            (kSoftcap ? score_scale : scale_log2) *= factor;
+        }
         Output o;
 #pragma unroll
         for (int i = 0; i < kThreadRows; ++i) {
@@ -136,24 +151,7 @@ class Math {
         const u32 stage = number % kStages, parity = number / kStages & 1;
         Scores s;
         mbarrier_wait_parity(smem_address(&smem.bar_k_full[stage]), parity);
-        fence_proxy_async();  // the rows were written by cp.async
-        const u64 desc_k = Keys::k_major(smem_address(smem.k[stage]));
-        const u64 desc_q = Rows::k_major(rows_address());
-#pragma unroll
-        for (int tile = 0; tile < kTokenTiles; ++tile) wgmma_pin(s[tile]);
-        wgmma_fence();
-#pragma unroll
-        for (int tile = 0; tile < kTokenTiles; ++tile)
-#pragma unroll
-            for (int k = 0; k < D_QK / 16; ++k)
-                wgmma_ss<kDtype>(
-                    s[tile],
-                    desc_k + k / 4 * Keys::kStepTile + k % 4 * Keys::kStepK + tile * (64 * Keys::kRowBytes >> 4),
-                    desc_q + k / 4 * Rows::kStepTile + k % 4 * Rows::kStepK, k > 0);
-        wgmma_commit_group();
-        wgmma_wait_group<0>();
-#pragma unroll
-        for (int tile = 0; tile < kTokenTiles; ++tile) wgmma_pin(s[tile]);
+        multiply_k(s, smem_address(smem.k[stage]));
         release(smem.bar_k_free[stage]);
 
         scale_and_mask(s, first_key, is_plain, leftpad, length);
@@ -168,30 +166,105 @@ class Math {
                 s[tile][j + 2] = exp2_approx(s[tile][j + 2] - offset);
                 l[i] += s[tile][j] + s[tile][j + 2];
             }
-            store_transposed(smem_address(smem.p[wg]) + tile * Rows::kBytes, s[tile], warp_idx);
+            store_transposed<kMath>(smem_address(smem.p[wg]) + tile * Rows::kBytes, s[tile], warp_idx);
         }
         fence_proxy_async();
         named_barrier_sync(NB_MATH + wg, 128);
 
         mbarrier_wait_parity(smem_address(&smem.bar_v_full[stage]), parity);
-        fence_proxy_async();
-        const u64 desc_v = Keys::mn_major(smem_address(smem.v[stage]));
+        multiply_v(o, smem_address(smem.v[stage]));
+        release(smem.bar_v_free[stage]);
+    }
+
+    // S^T = K Q^T of a block.
+    __device__ __forceinline__ void multiply_k(Scores& s, u32 k) const {
+        const u64 desc_q = Rows::k_major(rows_address());
+        const auto q_at = [&](int step) {
+            return desc_q + step / 4 * Rows::kStepTile + step % 4 * Rows::kStepK;
+        };
+#if CACHE_FP8
+#pragma unroll
+        for (int tile = 0; tile < kTokenTiles; ++tile) {
+#pragma unroll
+            for (int columns = 0; columns < kKTiles; ++columns) {  // 128, whose fragments there is room for
+                constexpr int kSteps = kTileColumns / 16;
+                u32 a[2][4][4];
+#pragma unroll
+                for (int half = 0; half < min_int(2, kKChunks - 2 * columns); ++half)
+                    load_k_fragments(a[half], k + columns * Keys::kBytes, 64 * tile + 16 * warp_idx, half);
+                wgmma_pin(s[tile]);
+                wgmma_fence();
+#pragma unroll
+                for (int step = 0; step < min_int(kSteps, D_QK / 16 - kSteps * columns); ++step)
+                    wgmma_rs<kMath>(s[tile], a[step / 4][step % 4], q_at(kSteps * columns + step),
+                                    columns + step > 0);
+                wgmma_commit_group();
+                wgmma_wait_group<0>();
+                wgmma_pin(s[tile]);
+            }
+        }
+#else
+        fence_proxy_async();  // the rows were written by cp.async
+        const u64 desc_k = Keys::k_major(k);
+#pragma unroll
+        for (int tile = 0; tile < kTokenTiles; ++tile) wgmma_pin(s[tile]);
+        wgmma_fence();
+#pragma unroll
+        for (int tile = 0; tile < kTokenTiles; ++tile)
+#pragma unroll
+            for (int step = 0; step < D_QK / 16; ++step)
+                wgmma_ss<kMath>(s[tile],
+                                desc_k + tile * (64 * Keys::kRowBytes >> 4) + step / 4 * Keys::kStepTile +
+                                    step % 4 * Keys::kStepK,
+                                q_at(step), step > 0);
+        wgmma_commit_group();
+        wgmma_wait_group<0>();
+#pragma unroll
+        for (int tile = 0; tile < kTokenTiles; ++tile) wgmma_pin(s[tile]);
+#endif
+    }
+
+    // O^T += V^T P^T of a block.
+    __device__ __forceinline__ void multiply_v(Output& o, u32 v) const {
         const u64 desc_p = Rows::k_major(smem_address(smem.p[wg]));
+        const auto p_at = [&](int step) {
+            return desc_p + step / 4 * Rows::kStepTile + step % 4 * Rows::kStepK;
+        };
+#if CACHE_FP8
+#pragma unroll
+        for (int chunk = 0; chunk < kVChunks; ++chunk) {
+            u32 a[kBlockTokens / 32][2][4];
+#pragma unroll
+            for (int i = 0; i < kBlockTokens / 32; ++i)
+                load_v_fragments(a[i], v + chunk / 2 * Keys::kBytes, 32 * i, 4 * (chunk % 2) + warp_idx);
+            wgmma_pin(o[chunk]);
+            wgmma_fence();
+#pragma unroll
+            for (int step = 0; step < kBlockTokens / 16; ++step)
+                wgmma_rs<kMath>(o[chunk], a[step / 2][step % 2], p_at(step), true);
+            wgmma_commit_group();
+            wgmma_wait_group<0>();
+            wgmma_pin(o[chunk]);
+        }
+#else
+        fence_proxy_async();
+        const u64 desc_v = Keys::mn_major(v);
 #pragma unroll
         for (int chunk = 0; chunk < kVChunks; ++chunk) wgmma_pin(o[chunk]);
         wgmma_fence();
 #pragma unroll
-        for (int k = 0; k < kBlockTokens / 16; ++k)
+        for (int step = 0; step < kBlockTokens / 16; ++step)
 #pragma unroll
             for (int chunk = 0; chunk < kVChunks; ++chunk)
-                wgmma_ss<kDtype, Major::kMn>(o[chunk], desc_v + chunk * Keys::kStepTile + k * Keys::kStepMn,
-                                             desc_p + k / 4 * Rows::kStepTile + k % 4 * Rows::kStepK, true);
+                wgmma_ss<kMath, Major::kMn>(o[chunk], desc_v + chunk * Keys::kStepTile + step * Keys::kStepMn,
+                                            p_at(step), true);
         wgmma_commit_group();
         wgmma_wait_group<0>();
 #pragma unroll
         for (int chunk = 0; chunk < kVChunks; ++chunk) wgmma_pin(o[chunk]);
-        release(smem.bar_v_free[stage]);
+#endif
     }
+
     __device__ __forceinline__ static void release(u64& bar) {
         __syncwarp();
         if (lane_index() == 0) mbarrier_arrive(smem_address(&bar));
@@ -211,8 +284,8 @@ class Math {
                 for (int half = 0; half < 2; ++half) {
                     float& score = s[tile][accumulator_of(i) + 2 * half];
                     const int key = first + 64 * tile + 8 * half;
-                    if constexpr (kSoftcap) score = tanh_approx(score * params.score_scale);
-                    score *= params.scale_log2;
+                    if constexpr (kSoftcap) score = tanh_approx(score * score_scale);
+                    score *= scale_log2;
                     if constexpr (kAlibi)
                         score -= slope[i] * fabsf(static_cast<float>(diagonal[i] - key));
                     if (!is_plain && (key < begin || key >= end)) score = -kInfinity;

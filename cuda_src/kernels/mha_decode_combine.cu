@@ -13,7 +13,7 @@
 constexpr int kThreads = 128;
 static_assert(kThreads == THREADS, "THREADS is what the launch gives");
 
-extern "C" __global__ void __launch_bounds__(kThreads)
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
     mha_decode_combine(const __grid_constant__ Params params) {
     extern __shared__ __align__(1024) unsigned char rows[];
     static_assert(kVChunks * Rows::kBytes <= SMEM_BYTES, "SMEM_BYTES is what the launch asks for");

@@ -4,6 +4,7 @@
 // Eight lanes copy a row, 16 bytes at a time. Rows that no query sees are zeros, and are not read. New tokens
 // are read from their arrays only, so that no CTA depends on what another one writes.
 #pragma once
+#include "mha/decode_fp8.cuh"
 #include "mha/decode_line.cuh"
 #include "mha/decode_rotary.cuh"
 #include "ptx/mbarrier.cuh"
@@ -29,10 +30,10 @@ class BlockLoader {
                 const bool appends =
                     walk.request.new_len > 0 && (block + 1) * kBlockTokens > walk.request.cached;
                 mbarrier_wait_parity(smem_address(&smem.bar_k_free[stage]), parity);
-                load<kKChunks>(walk, block, place, Side::kK, smem_address(smem.k[stage]), appends);
+                load<kKTiles>(walk, block, place, Side::kK, smem_address(smem.k[stage]), appends);
                 arrive(smem_address(&smem.bar_k_full[stage]), appends);
                 mbarrier_wait_parity(smem_address(&smem.bar_v_free[stage]), parity);
-                load<kVChunks>(walk, block, place, Side::kV, smem_address(smem.v[stage]), appends);
+                load<kVTiles>(walk, block, place, Side::kV, smem_address(smem.v[stage]), appends);
                 arrive(smem_address(&smem.bar_v_full[stage]), appends);
             }
         }
@@ -76,35 +77,37 @@ class BlockLoader {
             if (place.block >= params.num_blocks) place.block = -1;
         }
     }
-    __device__ __forceinline__ u16* cache_row(const Place& place, int head, Side side) const {
+    __device__ __forceinline__ CacheElement* cache_row(const Place& place, int head, Side side) const {
         return side == Side::kK ? params.k_cache + place.block * params.k_stride_b +
                                       place.token * params.k_stride_s + head * params.k_stride_h
                                 : params.v_cache + place.block * params.v_stride_b +
                                       place.token * params.v_stride_s + head * params.v_stride_h;
     }
-    template <int kChunks>
+    template <int kTiles>
     __device__ __forceinline__ void load(const Walk& walk, int block, const Place (&place)[kRows], Side side,
                                          u32 dst, bool appends) const {
         const int d = side == Side::kK ? params.d_qk : params.d_v;
 #pragma unroll
         for (int row = 0; row < kRows; ++row) {
-            const u32 at = dst + Keys::offset(16 * row + lane_row, unit);
+            const u32 at = dst + (side == Side::kK ? k_offset(16 * row + lane_row, unit)
+                                                   : Keys::offset(16 * row + lane_row, unit));
             if (appends && key_of(block, row) >= max_int(walk.request.cached, 0)) {
-                append<kChunks>(walk, key_of(block, row), place[row], side, at, d);
+                append<kTiles>(walk, key_of(block, row), place[row], side, at, d);
                 continue;
             }
             const bool reads = place[row].block >= 0;
-            const u16* src = reads ? cache_row(place[row], walk.head, side) : params.q;
+            const CacheElement* src = reads ? cache_row(place[row], walk.head, side) : nullptr;
 #pragma unroll
-            for (int chunk = 0; chunk < kChunks; ++chunk) {
-                const int column = 64 * chunk + 8 * unit;
+            for (int tile = 0; tile < kTiles; ++tile) {
+                const int column = kTileColumns * tile + kUnit * unit;
                 const bool is_there = reads && column < d;
-                cp_async_16_or_zeros(at + chunk * Keys::kBytes, is_there ? src + column : params.q, is_there);
+                const void* from = is_there ? static_cast<const void*>(src + column) : params.q;
+                cp_async_16_or_zeros(at + tile * Keys::kBytes, from, is_there);
             }
         }
     }
     // A new token's row: to shared memory, and to the cache by the CTA that has the first tile.
-    template <int kChunks>
+    template <int kTiles>
     __device__ __forceinline__ void append(const Walk& walk, int key, const Place& place, Side side, u32 at,
                                            int d) const {
         const Request& request = walk.request;
@@ -112,26 +115,30 @@ class BlockLoader {
         const bool exists = key < request.length && token < request.new_len;
         const i64 row = request.new_begin + token;
         const bool segments = params.cu_seqlens_new != nullptr;
-        const u16* src = params.q;
+        const CacheElement* src = nullptr;
         if (exists && side == Side::kK)
             src = params.k_new + (segments ? 0 : walk.index * params.k_new_stride_b) +
                   row * params.k_new_stride_s + walk.head * params.k_new_stride_h;
         if (exists && side == Side::kV)
             src = params.v_new + (segments ? 0 : walk.index * params.v_new_stride_b) +
                   row * params.v_new_stride_s + walk.head * params.v_new_stride_h;
-        u16* kept = exists && place.block >= 0 && walk.tile == 0 ? cache_row(place, walk.head, side) : nullptr;
+        CacheElement* kept = exists && place.block >= 0 && walk.tile == 0 ? cache_row(place, walk.head, side) : nullptr;
+#if !CACHE_FP8
         const int position =
             token + (params.rotary_seqlens == nullptr ? request.cached : params.rotary_seqlens[walk.index]);
+#endif
 #pragma unroll
-        for (int chunk = 0; chunk < kChunks; ++chunk) {
-            const int i = 8 * chunk + unit;
+        for (int tile = 0; tile < kTiles; ++tile) {
+            const int i = 8 * tile + unit;
             uint4 value = make_uint4(0, 0, 0, 0);
-            if (exists && 8 * i < d) {
-                value = side == Side::kK ? load_rotated(params, src, i, position)
-                                         : reinterpret_cast<const uint4*>(src)[i];
+            if (exists && kUnit * i < d) {
+                value = reinterpret_cast<const uint4*>(src)[i];
+#if !CACHE_FP8
+                if (side == Side::kK) value = load_rotated(params, src, i, position);
+#endif
                 if (kept != nullptr) reinterpret_cast<uint4*>(kept)[i] = value;
             }
-            store_shared_16(at + chunk * Keys::kBytes, value);
+            store_shared_16(at + tile * Keys::kBytes, value);
         }
     }
     __device__ __forceinline__ static void arrive(u32 bar, bool appends) {

@@ -6,6 +6,7 @@
 #pragma once
 #include "common/math.cuh"
 #include "layout/transposed.cuh"
+#include "mha/decode_fp8.cuh"
 #include "mha/decode_line.cuh"
 #include "mha/sink.cuh"
 #include "ptx/memory.cuh"
@@ -26,6 +27,7 @@ __device__ __forceinline__ float2* states_of(const Params& params, int part, int
 }
 
 // Packs 64 transposed rows (tokens or columns of V) to 16 bits, and stores them to a tile of query rows.
+template <Dtype kDtype>
 __device__ __forceinline__ void store_transposed(u32 tile, const float (&x)[kAccumulators], int warp_idx) {
     const int lane = lane_index();
     const int unit = 2 * warp_idx + lane / 8 % 2;
@@ -42,6 +44,22 @@ __device__ __forceinline__ void store_transposed(u32 tile, const float (&x)[kAcc
     }
 }
 
+// The same of O, whose rows are columns of V in the order of mha/decode_fp8.cuh if the cache is FP8.
+__device__ __forceinline__ void store_columns(u32 tile, const float (&o)[kAccumulators], int warp_idx) {
+    if constexpr (!kFp8) {
+        store_transposed<kDtype>(tile, o, warp_idx);
+        return;
+    }
+    const int pair = lane_index() / 4;  // of 16 columns
+    const int unit = 2 * warp_idx + pair / 4;
+#pragma unroll
+    for (int i = 0; i < kThreadRows; ++i) {
+        const int j = accumulator_of(i);
+        store_shared_4(tile + Rows::offset(query_of(i), unit) + pair % 4 * 4,
+                       pack_16bit<kDtype>(o[j], o[j + 2]));
+    }
+}
+
 // Divides O by the sums and stores it with lse. `m` and `sum` are the thread's; `rows`: shared memory of the
 // warpgroup, which `barrier` is of.
 __device__ __forceinline__ void store_results(const Params& params, const Walk& walk, int wg, u32 rows,
@@ -55,6 +73,8 @@ __device__ __forceinline__ void store_results(const Params& params, const Walk& 
         float factor = 0.0f, lse = params.empty_lse;
         if (sum[i] != 0.0f && row.exists) {
             factor = reciprocal_approx(add_sink(params.attn_sink, params.sink_dtype, row.head, m[i], sum[i]));
+            if constexpr (kFp8)
+                factor *= descale(params.v_descale, params.v_descale_stride_b, params.v_descale_stride_h, walk);
             lse = (m[i] + log2_approx(sum[i])) * kLn2;
         }
         if (row.exists && warp_idx == 0 && lane_index() < 4) {
@@ -70,7 +90,7 @@ __device__ __forceinline__ void store_results(const Params& params, const Walk& 
     }
 #pragma unroll
     for (int chunk = 0; chunk < kVChunks; ++chunk)
-        store_transposed(rows + chunk * Rows::kBytes, o[chunk], warp_idx);
+        store_columns(rows + chunk * Rows::kBytes, o[chunk], warp_idx);
     named_barrier_sync(barrier, 128);
     const int unit = threadIdx.x % 8;
 #pragma unroll

@@ -13,6 +13,7 @@ from .common import CHUNK, DTYPES, FLOAT_DTYPES, LOG2_E, ceil_div, divisor, fiel
 
 TILE_ROWS = (8, 16, 32, 64)
 """Query rows that a CTA attends at once."""
+_MOST_DIM_V_FP8 = 192
 _BARRIER_BYTES = 1024
 """Shared memory for barriers and what else is small."""
 _BLOCK_ROWS = 64
@@ -31,7 +32,7 @@ class MhaDecodeCall(NamedTuple):
     b: int
     h_q: int
     h_kv: int
-    d_qk: int  # multiples of 8
+    d_qk: int  # multiples of 8, of an FP8 cache of 16
     d_v: int
     varlen_q: bool
     varlen_new: bool
@@ -55,6 +56,9 @@ class MhaDecodeCall(NamedTuple):
     window_left: int
     window_right: int  # 0: causal
     softcap: float = 0.0  # 0: none
+    cache_fp8: bool = False  # e4m3, and k and v too
+    q_fp8: bool = False  # then dtype is of out
+    descale_strides: tuple[tuple[int, int], ...] = ((0, 0),) * 3  # of q, k and v: (batch, KV head)
     rotary_dim: int = 0  # 0: nothing is rotated
     rotary_rows: int = 0
     rotary_interleaved: bool = True
@@ -89,6 +93,9 @@ class MhaDecodeAddresses(NamedTuple):
     rotary_seqlens: int = 0
     attn_sink: int = 0
     alibi_slopes: int = 0
+    q_descale: int = 0
+    k_descale: int = 0
+    v_descale: int = 0
 
 
 _NAMES = {"k": "k_new", "v": "v_new", "cu_seqlens_k_new": "cu_seqlens_new"}
@@ -101,6 +108,7 @@ PARAMS = ParamStruct(
     ),
     I64(*[f"{name}_stride_{axis}" for name in _STRIDED for axis in "bsh"]),
     I64("lse_stride_b", "lse_stride_h", "table_stride"),
+    I64(*[f"{name}_descale_stride_{axis}" for name in "qkv" for axis in "bh"]),
     I32("b", "heads_kv", "group", "group_shift"),
     U32("group_magic"),
     I32("d_qk", "d_v", "seqlen_q", "total_q", "seqlen_new", "total_new"),
@@ -129,46 +137,58 @@ class Tile(NamedTuple):
 
 
 @cache
-def tile_of(rows: int, d_qk: int, d_v: int) -> Tile:
+def tile_of(rows: int, d_qk: int, d_v: int, cache_fp8: bool = False) -> Tile:
     """The tile for so many query rows of a KV head, for head dimensions."""
     rows = next((size for size in TILE_ROWS if size >= rows), TILE_ROWS[-1])
+    if cache_fp8 and d_v > _MOST_DIM_V_FP8:  # registers have no room for O and fragments of K or V
+        rows = min(rows, TILE_ROWS[-2])
     math_groups = 1 if rows == TILE_ROWS[0] else 2
     k_chunks, v_chunks = ceil_div(d_qk, CHUNK), ceil_div(d_v, CHUNK)
     token_tiles = 2 if max(k_chunks, v_chunks) == 1 else 1
     row_bytes = 2 * CHUNK
     own_bytes = rows * row_bytes * (max(k_chunks, v_chunks) + token_tiles) + _BARRIER_BYTES
     own_bytes += 16 * rows  # maxima and sums
+    if cache_fp8:
+        k_chunks, v_chunks = ceil_div(k_chunks, 2), ceil_div(v_chunks, 2)
     stage_bytes = _BLOCK_ROWS * token_tiles * row_bytes * (k_chunks + v_chunks)
     stages = (MAX_SMEM_BYTES - own_bytes) // stage_bytes
     return Tile(math_groups, rows // math_groups, token_tiles, stages, own_bytes + stages * stage_bytes)
 
 
-def _defines(dtype: str, d_qk: int, d_v: int, tile: Tile, softcap: bool, alibi: bool) -> dict[str, int]:
-    return {
-        "ALIBI": alibi,
-        "DTYPE": DTYPES[dtype],
-        "D_QK": padded(d_qk),
-        "D_V": padded(d_v),
-        "GROUP_ROWS": tile.group_rows,
-        "MATH_GROUPS": tile.math_groups,
-        "SOFTCAP": softcap,
-        "STAGES": tile.stages,
-        "TOKEN_TILES": tile.token_tiles,
-    }
+class Features(NamedTuple):
+    """What a variant computes besides."""
+
+    softcap: bool = False
+    alibi: bool = False
+    cache_fp8: bool = False
+    q_fp8: bool = False
+
+
+PLAIN = Features()
 
 
 @cache
 def specs(
-    dtype: str, rows: int, d_qk: int, d_v: int, softcap: bool = False, alibi: bool = False
+    dtype: str, rows: int, d_qk: int, d_v: int, features: Features = PLAIN
 ) -> tuple[jit.KernelSpec, jit.KernelSpec]:
     """The variants of the kernel and of its combine for query rows of a KV head and head dimensions."""
-    tile = tile_of(rows, d_qk, d_v)
-    defines = _defines(dtype, d_qk, d_v, tile, softcap, alibi)
-    combined = _defines(dtype, d_qk, d_v, tile, False, False)
-    rows_bytes = tile.group_rows * 2 * CHUNK * ceil_div(d_v, CHUNK)
+    tile = tile_of(rows, d_qk, d_v, features.cache_fp8)
+    sizes = (
+        ("DTYPE", DTYPES[dtype]),
+        ("D_QK", padded(d_qk)),
+        ("D_V", padded(d_v)),
+        ("GROUP_ROWS", tile.group_rows),
+        ("MATH_GROUPS", tile.math_groups),
+        ("STAGES", tile.stages),
+        ("TOKEN_TILES", tile.token_tiles),
+        ("CACHE_FP8", features.cache_fp8),
+    )
+    own = (("ALIBI", features.alibi), ("SOFTCAP", features.softcap), ("Q_FP8", features.q_fp8))
+    none = (("ALIBI", 0), ("SOFTCAP", 0), ("Q_FP8", 0))
+    out_bytes = tile.group_rows * 2 * CHUNK * ceil_div(d_v, CHUNK)
     return (
-        jit.KernelSpec("mha_decode", tuple(defines.items()), 128 * (tile.math_groups + 1), tile.smem_bytes),
-        jit.KernelSpec("mha_decode_combine", tuple(combined.items()), 128, rows_bytes),
+        jit.KernelSpec("mha_decode", (*sizes, *own), 128 * (tile.math_groups + 1), tile.smem_bytes),
+        jit.KernelSpec("mha_decode_combine", (*sizes, *none), 128, out_bytes),
     )
 
 
@@ -179,11 +199,12 @@ class PreparedMhaDecode:
         """Load the kernels; ``capturing`` as in `rawmla.jit.get_kernel`."""
         group = call.h_q // call.h_kv
         rows = min(call.max_seqlen_q, call.most_tokens) * group
-        tile = tile_of(rows, call.d_qk, call.d_v)
+        features = Features(call.softcap > 0, call.has_alibi, call.cache_fp8, call.q_fp8)
+        tile = tile_of(rows, call.d_qk, call.d_v, call.cache_fp8)
         max_tiles = ceil_div(max(rows, 1), tile.rows)
         kernel, combine = [
             jit.get_kernel(spec, call.device, capturing=capturing)
-            for spec in specs(call.dtype, rows, call.d_qk, call.d_v, call.softcap > 0, call.has_alibi)
+            for spec in specs(call.dtype, rows, call.d_qk, call.d_v, features)
         ]
         pairs = call.b * call.h_kv * max_tiles
         ctas = pairs if call.is_whole else jit.device_info(call.device).sm_count
@@ -194,11 +215,16 @@ class PreparedMhaDecode:
             self.scratch_bytes = parts * (8 + 4 * CHUNK * ceil_div(call.d_v, CHUNK))
         group_magic, group_shift = divisor(group)
         block_magic, block_shift = divisor(call.block_size)
-        strides = {name: getattr(call, f"{name}_strides") for name in _STRIDED}
+        of_arrays = {name: getattr(call, f"{name}_strides") for name in _STRIDED}
         params = PARAMS.pack(
-            **stride_params(**strides),
+            **stride_params(**of_arrays),
             lse_stride_b=call.lse_strides[0],
             lse_stride_h=call.lse_strides[1],
+            **{
+                f"{name}_descale_stride_{axis}": stride
+                for name, strides in zip("qkv", call.descale_strides, strict=True)
+                for axis, stride in zip("bh", strides, strict=True)
+            },
             **fields(call, "table_stride", "b", "d_qk", "d_v", "total_q", "seqlen_new", "total_new"),
             **fields(
                 call,

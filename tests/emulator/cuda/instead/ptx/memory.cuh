@@ -56,6 +56,14 @@ __device__ __forceinline__ void ldmatrix_x4(u32 (&v)[4], u32 src) {
     for (int matrix = 0; matrix < 4; ++matrix)
         memcpy(&v[matrix], emulator_matrix_row(addresses, matrix, lane / 4) + 4 * (lane % 4), 4);
 }
+__device__ __forceinline__ void ldmatrix_x4_trans(u32 (&v)[4], u32 src) {
+    const emulator::Lanes addresses = emulator::exchange(&src, sizeof src, "ldmatrix");
+    const int lane = threadIdx.x % 32;
+    for (int matrix = 0; matrix < 4; ++matrix)
+        for (int i = 0; i < 2; ++i)
+            memcpy(reinterpret_cast<u16*>(&v[matrix]) + i,
+                   emulator_matrix_row(addresses, matrix, 2 * (lane % 4) + i) + 2 * (lane / 4), 2);
+}
 
 __device__ __forceinline__ uint4 load_shared_16(u32 src) {
     uint4 value;
@@ -71,6 +79,9 @@ __device__ __forceinline__ u32 load_shared_4(u32 src) {
     u32 value;
     memcpy(&value, emulator::shared(src, 4), sizeof value);
     return value;
+}
+__device__ __forceinline__ void store_shared_4(u32 dst, u32 value) {
+    memcpy(emulator::shared(dst, 4), &value, sizeof value);
 }
 __device__ __forceinline__ void store_shared_16(u32 dst, const uint4& value) {
     memcpy(emulator::shared(dst, 16), &value, sizeof value);
