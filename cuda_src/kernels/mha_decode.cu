@@ -187,7 +187,6 @@ class Math {
         for (int tile = 0; tile < kTokenTiles; ++tile) {
 #pragma unroll
             for (int columns = 0; columns < kKTiles; ++columns) {  // 128, whose fragments there is room for
-                constexpr int kSteps = kTileColumns / 16;
                 u32 a[2][4][4];
 #pragma unroll
                 for (int half = 0; half < min_int(2, kKChunks - 2 * columns); ++half)
@@ -195,8 +194,8 @@ class Math {
                 wgmma_pin(s[tile]);
                 wgmma_fence();
 #pragma unroll
-                for (int step = 0; step < min_int(kSteps, D_QK / 16 - kSteps * columns); ++step)
-                    wgmma_rs<kMath>(s[tile], a[step / 4][step % 4], q_at(kSteps * columns + step),
+                for (int step = 0; step < min_int(8, 4 * kKChunks - 8 * columns); ++step)
+                    wgmma_rs<kMath>(s[tile], a[step / 4][step % 4], q_at(8 * columns + step),
                                     columns + step > 0);
                 wgmma_commit_group();
                 wgmma_wait_group<0>();

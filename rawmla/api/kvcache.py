@@ -32,6 +32,9 @@ def flash_attn_with_kvcache(
     cu_seqlens_k: Any = None,
     cu_seqlens_k_new: Any = None,
     rotary_seqlens: Any = None,
+    q_descale: Any = None,
+    k_descale: Any = None,
+    v_descale: Any = None,
     softmax_scale: float | None = None,
     causal: bool = False,
     window_size: Window = NO_WINDOW,
@@ -60,20 +63,21 @@ def flash_attn_with_kvcache(
     Parameters
     ----------
     q : array
-        bfloat16 or float16 `[b, s_q, h_q, d_qk]`, or `[total_q, h_q, d_qk]` with `cu_seqlens_q`. d_qk is a
-        multiple of 8 up to 256. Less than 2**30 tokens.
+        bfloat16 or float16 `[b, s_q, h_q, d_qk]`, or `[total_q, h_q, d_qk]` with `cu_seqlens_q`, and with
+        FP8 caches also float8_e4m3fn. d_qk is a multiple of 8 up to 256, with FP8 caches of 16. Less than
+        2**30 tokens.
     k_cache : array
-        `[b_cache, s_cache, h_kv, d_qk]` in q's dtype, or `[num_blocks, block_size, h_kv, d_qk]` with
-        `block_table`, any block_size. Query head h reads KV head `h // (h_q / h_kv)`, and h_q is a multiple
-        of h_kv.
+        `[b_cache, s_cache, h_kv, d_qk]` in q's dtype or float8_e4m3fn, or `[num_blocks, block_size, h_kv,
+        d_qk]` with `block_table`, any block_size. Query head h reads KV head `h // (h_q / h_kv)`, and h_q is
+        a multiple of h_kv.
     v_cache : array
         The same of d_v columns, a multiple of 8 up to 256.
-        Caches are never copied: 16-byte aligned, last dimension contiguous, other strides multiples of 8 and
-        not negative.
+        Caches are never copied: 16-byte aligned, last dimension contiguous, other strides multiples of 16
+        bytes and not negative.
     k, v : array, optional
         New tokens, `[b, s_new, h_kv, d_qk]` and `[b, s_new, h_kv, d_v]`, or with `cu_seqlens_k_new`
-        `[total_new, h_kv, d_qk]` and `[total_new, h_kv, d_v]`. Token t of request r is written to position
-        `cache_seqlens[r] + t` of the caches. s_new may differ from s_q.
+        `[total_new, h_kv, d_qk]` and `[total_new, h_kv, d_v]`, in the dtype of the caches. Token t of request
+        r is written to position `cache_seqlens[r] + t` of the caches. s_new may differ from s_q.
         q, k and v are read in place if their last dimension is contiguous, their address a multiple of
         16 bytes, and every other stride 0 or a positive multiple of 8. Any other one is copied once, on the
         same stream.
@@ -81,7 +85,8 @@ def flash_attn_with_kvcache(
         `[rows, rotary_dim / 2]` in q's dtype, rotary_dim a multiple of 16 up to d_qk. The first rotary_dim
         columns of k and q are rotated: k, before it is stored, at positions from `cache_seqlens[r]` on; q at
         the same positions where `causal` or a window hides keys, else all at the first. Products are
-        float32, rounded to q's dtype. Only with k. A position past the last row counts as the last.
+        float32, rounded to q's dtype. Only with k, and not with FP8 caches. A position past the last row
+        counts as the last.
     cache_seqlens : int or array, optional
         int32 `[b]`, contiguous, or one number: tokens of each request in the cache. None: all s_cache (with
         a `block_table` block_size). Where it and the new tokens come to 0 or less, out is 0 and nothing is
@@ -106,6 +111,9 @@ def flash_attn_with_kvcache(
         int32 `[b + 1]`, contiguous, as `cu_seqlens_q`, of k and v. Not looked at without k.
     rotary_seqlens : array, optional
         int32 `[b]`, contiguous: the first position for the rotation, in place of `cache_seqlens`.
+    q_descale, k_descale, v_descale : array, optional
+        float32 `[b, h_kv]`, any strides, with FP8 caches: q, k and v are the stored numbers times these; None
+        is 1. Not looked at with other caches.
     softmax_scale : float, optional
         Finite and positive; None is `d_qk**-0.5`.
     causal : bool
@@ -136,9 +144,9 @@ def flash_attn_with_kvcache(
     Returns
     -------
     out : array
-        `[b, s_q, h_q, d_v]` or `[total_q, h_q, d_v]` in q's dtype, in the framework of `q`. A fresh one has
-        its dimensions in the order of strides of `q`. 0 in a row with nothing to attend. Rows of no request
-        are not written.
+        `[b, s_q, h_q, d_v]` or `[total_q, h_q, d_v]` in q's dtype, bfloat16 for an FP8 q, in the framework of
+        `q`. A fresh one has its dimensions in the order of strides of `q`. 0 in a row with nothing to attend.
+        Rows of no request are not written.
     lse : array
         float32 `[b, h_q, s_q]`, or `[total_q, h_q]`, the transpose of a contiguous `[h_q, total_q]`: natural
         logarithm of the sum of exponentials of the scores that no mask hides, without the sink; -inf in a row
@@ -181,6 +189,6 @@ def flash_attn_with_kvcache(
     arrays = CacheArrays(
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cu_seqlens_q, cache_seqlens, cu_seqlens_k,
         cu_seqlens_k_new, cache_leftpad, cache_batch_idx, block_table, rotary_seqlens, attn_sink,
-        alibi_slopes, out,
+        alibi_slopes, q_descale, k_descale, v_descale, out,
     )  # fmt: skip
     return path.attend_cache(arrays, options)

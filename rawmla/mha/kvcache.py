@@ -34,8 +34,8 @@ from .arguments import (
 from .forward import check_slopes, copy_where
 from .records import Prepared
 
-_UNIT = 8
-"""Elements in 16 bytes, of which head dimensions are multiples."""
+_FP8 = "float8_e4m3fn"
+_DESCALES = ("q_descale", "k_descale", "v_descale")
 
 
 class CacheArrays(NamedTuple):
@@ -62,6 +62,9 @@ class CacheArrays(NamedTuple):
     rotary_seqlens: Any
     attn_sink: Any
     alibi_slopes: Any
+    q_descale: Any
+    k_descale: Any
+    v_descale: Any
     out: Any  # to be written
 
 
@@ -168,10 +171,7 @@ _REQUIRED = frozenset(("q", "k_cache", "v_cache"))
 _COPIED = ("q", "k", "v", "rotary_cos", "rotary_sin")
 """Arrays that are copied where the kernel cannot walk them."""
 _QUERIES = (Arg("cu_seqlens_q", "int32", "b+1", has_rows=True),)
-_CACHES = (
-    Arg("k_cache", "=q", "num_blocks block_size h_kv d_qk"),
-    Arg("v_cache", "=q", "num_blocks block_size h_kv d_v"),
-)
+_K_CACHE, _V_CACHE = "num_blocks block_size h_kv d_qk", "num_blocks block_size h_kv d_v"
 _OTHERS = (
     Arg("cu_seqlens_k_new", "int32", "b+1", has_rows=True),
     Arg("cache_seqlens", "int32", "b", has_rows=True),
@@ -198,7 +198,10 @@ def _check_call(
     _check_combination(arrays, options, has_length)
     q, varlen_q, varlen_new = arrays.q, arrays.cu_seqlens_q is not None, arrays.cu_seqlens_k_new is not None
     sizes = Sizes()
-    check_dtype("q", q, "bfloat16 float16", " (float32 is not supported)")
+    is_fp8 = arrays.k_cache[3] == _FP8
+    q_fp8 = is_fp8 and q[3] == _FP8
+    if not q_fp8:
+        check_dtype("q", q, "bfloat16 float16", " (float32 is not supported)")
     if varlen_q:
         check_arguments(_QUERIES, views, sizes)
         sizes["b"] = sizes["b+1"] - 1
@@ -207,22 +210,29 @@ def _check_call(
     rows = "total_q" if varlen_q else "b s_q"
     check_shape("q", q, f"{rows} h_q d_qk", sizes)
     sizes["b+1"] = sizes["b"] + 1
-    check_arguments(_CACHES, views, sizes)
-    if arrays.k is not None:
-        of_new = "total_new" if varlen_new else "b s_new"
-        new = (Arg("k", "=q", f"{of_new} h_kv d_qk"), Arg("v", "=q", f"{of_new} h_kv d_v"))
-        check_arguments(new, views, sizes)
-    check_arguments((*_OTHERS, Arg("out", "=q", f"{rows} h_q d_v")), views, sizes)
+    of_new = "total_new" if varlen_new else "b s_new"
+    table = (
+        Arg("k_cache", _FP8 if is_fp8 else "=q", _K_CACHE),
+        Arg("v_cache", "=k_cache", _V_CACHE),
+        Arg("k", "=k_cache", f"{of_new} h_kv d_qk"),
+        Arg("v", "=k_cache", f"{of_new} h_kv d_v"),
+        *_OTHERS,
+        *[Arg(name, "float32", "b h_kv") for name in _DESCALES if is_fp8],
+        Arg("out", "bfloat16" if q_fp8 else "=q", f"{rows} h_q d_v"),
+    )
+    check_arguments(table, views, sizes)
     b, h_q, h_kv, d_qk, d_v = [sizes[dim] for dim in ("b", "h_q", "h_kv", "d_qk", "d_v")]
     check_groups(h_q, h_kv, "q", "k_cache")
     for name, dimension, size in (("q", "d_qk", d_qk), ("v_cache", "d_v", d_v)):
         shape = views[name][1]
         check_head_dim(name, f"a last dimension ({dimension})", size, shape)
-        if size % _UNIT:
+        if size % _unit(is_fp8):
             raise ValueError(
-                f"{name}: expected a last dimension ({dimension}) that is a multiple of {_UNIT}, as a cache "
-                f"is never copied, got shape {list(shape)}"
+                f"{name}: expected a last dimension ({dimension}) that is a multiple of {_unit(is_fp8)}, 16 "
+                f"bytes of the cache, which is never copied, got shape {list(shape)}"
             )
+    if is_fp8 and arrays.rotary_cos is not None:
+        raise ValueError(f"rotary_cos: expected None with a cache of {_FP8}, got an array")
     for name in ("q", "k"):
         view = views[name]
         if view is not None and prod(view[1][:-2]) >= NO_BOUND:
@@ -243,14 +253,21 @@ def _check_call(
         right = NO_BOUND
     if options.causal:
         right = 0
-    strides, copied = read_strides(q, arrays.k, arrays.v)
+    (q_strides,), (q_copied,) = read_strides(q) if not q_fp8 else ([_fp8_strides("q", q)], (False,))
+    if is_fp8:
+        new_strides = [_fp8_strides(name, views[name]) for name in ("k", "v")]
+        copied: tuple[bool, ...] = (q_copied, False, False)
+    else:
+        new_strides, new_copied = read_strides(arrays.k, arrays.v)
+        copied = (q_copied, *new_copied)
     angles = [view is not None and _is_scattered(view) for view in (arrays.rotary_cos, arrays.rotary_sin)]
     fields = dict(
-        device=q[4], dtype=q[3], b=b, h_q=h_q, h_kv=h_kv, d_qk=d_qk, d_v=d_v,
+        device=q[4], dtype="bfloat16" if q_fp8 else q[3], b=b, h_q=h_q, h_kv=h_kv, d_qk=d_qk, d_v=d_v,
         varlen_q=varlen_q, varlen_new=varlen_new, max_seqlen_q=max_seqlen_q, total_q=total_q,
         seqlen_new=sizes.get("s_new", sizes.get("total_new", 0)),
         total_new=sizes.get("s_new", sizes.get("total_new", 0)),
-        q_strides=strides[0], k_new_strides=strides[1], v_new_strides=strides[2], **cache,
+        q_strides=q_strides, k_new_strides=new_strides[0], v_new_strides=new_strides[1], **cache,
+        cache_fp8=is_fp8, q_fp8=q_fp8, descale_strides=_descale_strides(arrays) if is_fp8 else ((0, 0),) * 3,
         softmax_scale=softmax_scale, window_left=left, window_right=right, softcap=options.softcap,
         rotary_dim=2 * sizes.get("rotary_columns", 0), rotary_rows=sizes.get("rotary_rows", 0),
         rotary_interleaved=options.rotary_interleaved, rotates_by_token=min(left, right) < NO_BOUND,
@@ -300,25 +317,29 @@ def _cache_fields(arrays: CacheArrays, sizes: Sizes) -> dict[str, Any]:
     if arrays.block_table is None:
         if arrays.cache_batch_idx is None and num_blocks < b:
             raise ValueError(
-                f"k_cache: expected at least {b} rows, one of each request, without block_table and cache_batch_idx, "
-                f"got shape {list(arrays.k_cache[1])}"
+                f"k_cache: expected at least {b} rows, one of each request, without block_table and "
+                f"cache_batch_idx, got shape {list(arrays.k_cache[1])}"
             )
         columns = 1
     else:
         table_rows, columns = sizes["rows"], sizes["columns"]
         if arrays.cache_batch_idx is None and table_rows < b:
             raise ValueError(
-                f"block_table: expected at least {b} rows, one of each request, got shape {[table_rows, columns]}"
+                f"block_table: expected at least {b} rows, one of each request, got shape "
+                f"{[table_rows, columns]}"
             )
         table_stride = usable_strides(*arrays.block_table[1:3])[0]
     strides = []
     for name in ("k_cache", "v_cache"):
         view = getattr(arrays, name)
-        steps = walked(view) if arrays.k is None else check_out_layout(view, name)
+        itemsize = 1 if view[3] == _FP8 else 2
+        steps = walked(view, itemsize)
+        if arrays.k is not None and steps is not None:
+            check_out_layout(view, name, itemsize)  # no element twice
         if steps is None:
             raise ValueError(
                 f"{name}: expected a 16-byte aligned address, a contiguous last dimension and other strides "
-                f"that are multiples of {_UNIT} and not negative, got address {view[0]:#x}, strides "
+                f"that are multiples of {16 // itemsize} and not negative, got address {view[0]:#x}, strides "
                 f"{list(view[2])} (elements)"
             )
         strides.append(of_three(steps))
@@ -334,6 +355,34 @@ def _cache_fields(arrays: CacheArrays, sizes: Sizes) -> dict[str, Any]:
     }
 
 
+def _unit(is_fp8: bool) -> int:
+    """Elements of the cache in 16 bytes, of which head dimensions are multiples."""
+    return 16 if is_fp8 else 8
+
+
+def _fp8_strides(name: str, view: Fields | None) -> tuple[int, int, int]:
+    """Check the layout of an FP8 array that may be None; returns its strides."""
+    if view is None:
+        return 0, 0, 0
+    steps = walked(view, 1)
+    if steps is None:
+        raise ValueError(
+            f"{name}: expected a 16-byte aligned address, a contiguous last dimension and other strides that "
+            f"are multiples of 16 and not negative, got address {view[0]:#x}, strides {list(view[2])} "
+            "(elements)"
+        )
+    return of_three(steps)
+
+
+def _descale_strides(arrays: CacheArrays) -> tuple[tuple[int, int], ...]:
+    strides = []
+    for name in _DESCALES:
+        view = getattr(arrays, name)
+        batch, head = (0, 0) if view is None else usable_strides(*view[1:3])
+        strides.append((batch, head))
+    return tuple(strides)
+
+
 def _is_scattered(view: Fields) -> bool:
     """Whether the kernel, which reads contiguous rows of angles, cannot read this array."""
     _, shape, strides, *_ = view
@@ -343,12 +392,12 @@ def _is_scattered(view: Fields) -> bool:
 def _prepare(arrays: CacheArrays, options: CacheOptions, has_length: bool) -> Prepared:
     """Check a call, load its kernels and work out their parameters."""
     fields, copied = _check_call(arrays, options, has_length)
-    _, q_shape, _, dtype, device, framework, _ = arrays.q
+    _, q_shape, _, _, device, framework, _ = arrays.q
     b, h_q, d_v, total_q = [fields[name] for name in ("b", "h_q", "d_v", "total_q")]
     results: list[NewArray] = []
     if arrays.out is None:
         out_steps = fresh_out_strides(arrays.q, d_v)
-        results.append(((*q_shape[:-1], d_v), dtype, out_steps))
+        results.append(((*q_shape[:-1], d_v), fields["dtype"], out_steps))
         fields["out_strides"] = of_three(out_steps[:-1])
     else:
         fields["out_strides"] = of_three(check_out_layout(arrays.out))
@@ -360,7 +409,9 @@ def _prepare(arrays: CacheArrays, options: CacheOptions, has_length: bool) -> Pr
         fields["lse_strides"] = (h_q * total_q, total_q)
     kernels = None
     if b and (fields["max_seqlen_q"] or fields["seqlen_new"]):
-        serves_long = not has_length and arrays.rotary_cos is None and arrays.cache_leftpad is None
+        serves_long = not (has_length or fields["cache_fp8"]) and not any(
+            [arrays.rotary_cos, arrays.cache_leftpad]
+        )
         paged = arrays.block_table is not None
         kernels = PreparedCached(MhaDecodeCall(**fields), paged, serves_long, framework.capture_query(device))
     return Prepared.of(arrays._asdict(), results, kernels, copied)

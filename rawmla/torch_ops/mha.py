@@ -50,7 +50,8 @@ _PREFIX = (
 _OF_CACHE = (
     "Tensor? cu_seqlens_q, SymInt? max_seqlen_q, Tensor? cache_seqlens, SymInt? cache_length, "
     "Tensor? cu_seqlens_k, Tensor? cache_leftpad, Tensor? cache_batch_idx, Tensor? block_table, "
-    f"float? softmax_scale, bool causal, {_MASKS}, SymInt num_splits"
+    f"float? softmax_scale, bool causal, {_MASKS}, SymInt num_splits, Tensor? q_descale, Tensor? k_descale, "
+    "Tensor? v_descale"
 )
 _NEW_TOKENS = (
     "Tensor k, Tensor v, Tensor? cu_seqlens_k_new, Tensor? rotary_cos, Tensor? rotary_sin, "
@@ -133,7 +134,7 @@ def _prefill(*args: Any) -> Any:
     return prefix.prefill(arrays, options)
 
 
-def _empty_out(q: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def _empty_out(q: torch.Tensor, v: torch.Tensor, dtype: Any = None) -> torch.Tensor:
     """A fresh out, with the strides of `rawmla.mha.arguments.fresh_out_strides`.
 
     Sizes may be symbolic. The order follows from their example values, so that it restricts none.
@@ -149,7 +150,7 @@ def _empty_out(q: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     for axis in reversed(order):
         strides[axis] = step
         step = step * (max(1, shape[axis]) if isinstance(shape[axis], int) else shape[axis])
-    return q.new_empty_strided(shape, strides)
+    return q.new_empty_strided(shape, strides, dtype=dtype)
 
 
 def _empty_varlen_lse(q: torch.Tensor) -> torch.Tensor:
@@ -270,6 +271,12 @@ def _attend_cache(schema: str) -> Callable[..., Any]:
     return run
 
 
+def _empty_results(q: torch.Tensor, v_cache: torch.Tensor, **others: Any) -> Result:
+    is_fp8 = q.dtype.itemsize == 1
+    lse = empty_lse(q) if q.ndim == 4 else _empty_varlen_lse(q)
+    return _empty_out(q, v_cache, torch.bfloat16 if is_fp8 else None), lse
+
+
 for _name, _schema in (("flash_attn_kvcache", _READ_CACHE), ("flash_attn_kvcache_append", _APPEND)):
     register_with_out(
         _name,
@@ -277,7 +284,5 @@ for _name, _schema in (("flash_attn_kvcache", _READ_CACHE), ("flash_attn_kvcache
         2,
         _attend_cache(_schema),
         lambda **given: reference.flash_attn_with_kvcache(**_cache_arguments(**given)),
-        lambda q, v_cache, **others: (
-            _empty_out(q, v_cache), empty_lse(q) if q.ndim == 4 else _empty_varlen_lse(q)
-        ),
-    )  # fmt: skip
+        _empty_results,
+    )

@@ -119,7 +119,7 @@ def attend_cache(arrays: CacheArrays, options: CacheOptions) -> tuple[Any, Any]:
     """As `rawmla.mha.kvcache.attend_cache`."""
     (
         q, k_cache, v_cache, k, v, cos, sin, starts, lengths, starts_k, starts_new, leftpad, batch_idx, table,
-        rotary_lengths, sink, slopes, out,
+        rotary_lengths, sink, slopes, q_descale, k_descale, v_descale, out,
     ) = arrays  # fmt: skip
     longest, scale, causal, (left, right), softcap, interleaved, num_splits = options
     length = None
@@ -127,7 +127,7 @@ def attend_cache(arrays: CacheArrays, options: CacheOptions) -> tuple[Any, Any]:
         lengths, length = None, lengths
     shared = (
         starts, longest, lengths, length, starts_k, leftpad, batch_idx, table, scale, causal, left, right,
-        softcap, sink, slopes, num_splits,
+        softcap, sink, slopes, num_splits, q_descale, k_descale, v_descale,
     )  # fmt: skip
     if k is None and v is None and cos is None and sin is None and rotary_lengths is None:
         return call_with_out("flash_attn_kvcache", (q, k_cache, v_cache, *shared), out)
