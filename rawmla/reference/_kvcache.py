@@ -211,7 +211,10 @@ def _read_lengths(
         return np.diff(read_bounds(cu_seqlens_k, "cu_seqlens_k", segments=b))
     if cache_seqlens is None:
         if is_written:
-            raise ValueError("cache_seqlens: needed with k, as the position to append at, got None")
+            raise ValueError(
+                "cache_seqlens: needed with k, as the position to append at; expected an int or an array, "
+                "got None"
+            )
         return np.full(b, capacity)
     if isinstance(cache_seqlens, (int, np.integer)):
         return np.full(b, as_int("cache_seqlens", cache_seqlens), np.int64)
