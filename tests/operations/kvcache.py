@@ -142,7 +142,7 @@ def without_new(arguments: Arguments) -> Arguments:
 KVCACHE = Operation(
     name="kvcache",
     make=make_kvcache_call,
-    cases=(DECODE, KvCacheCase(lengths=(200, 30), s_q=3, page=None, dtype="float16", softcap=15.0, **D64)),
+    cases=(DECODE, KvCacheCase(lengths=(200, 30), s_q=3, new=3, page=48, dtype="float16", softcap=5.0, **D64)),
     arrays=(
         "q", "k_cache", "v_cache", "k", "v", "rotary_cos", "rotary_sin", "cache_seqlens", "cache_batch_idx",
         "cache_leftpad", "block_table", "alibi_slopes", "attn_sink",
@@ -164,6 +164,7 @@ KVCACHE = Operation(
         KvCacheCase(lengths=(2100, 5), h_q=2, h_kv=1, page=64, sink="bfloat16"),  # whose keys are split
         KvCacheCase(lengths=(2100, 5), h_q=2, h_kv=1, page=64, num_splits=1),
     ),
+    kernels=("mha_",),
     rerun_cases=(
         KvCacheCase(**MANY, page=64),
         KvCacheCase(**MANY, new=1, rotary=1.0, causal=True),
@@ -215,6 +216,7 @@ KVCACHE_VARLEN = replace(
     ),
     rerun_cases=(KvCacheCase(**MANY, q_lengths=(1, 300, 0, 33, 1, 1) * 10, causal=True),),
     graph_cases=(replace(MIXED, room=700), replace(CHUNKS, room=700)),
+    strides={"q": ROWS, "k_cache": ROWS, "v_cache": ROWS, "block_table": ("columns", "odd")},
     empty={"no query tokens": (lambda a: without("q")(a) | without_new(a), {"out": 0, "lse": 0})},
     bad={
         "scale 0": wrong_value("softmax_scale", 0.0),
