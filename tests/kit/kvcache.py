@@ -208,7 +208,7 @@ def make_kvcache_inputs(case: KvCacheCase, device: str = "cuda") -> KvCacheInput
 
     table, batch_idx, memory = _empty_caches(case, totals, kind, device)
     if case.rotary:
-        longest = max(case.room, *totals, *(n + max(totals) for n in case.rotary_from or ()))
+        longest = max(1, case.room, *totals, *(n + max(totals) for n in case.rotary_from or ()))
         angles = torch.rand(longest, case.rotary_dim // 2, generator=draw, device=device) * 6.28
         cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
     sink = None if case.sink is None else sink_of(case.sink, randn(case.h_q))

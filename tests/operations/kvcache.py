@@ -104,6 +104,7 @@ DECODE = KvCacheCase(
     **LENGTHS, new=1, rotary=0.5, causal=True, batch_idx=True, leftpad=(7, 0, 0, 0, 130, 64), alibi="heads",
     sink="float32",
 )  # fmt: skip
+SEVERAL = KvCacheCase(lengths=(200, 30), s_q=3, new=3, page=48, dtype="float16", softcap=15.0, **D64)
 ENGINE: Arguments = {"cache_layout": "interleaved", "causal": True, "h_q": 8, "h_kv": 1}
 MIXED = KvCacheCase(
     **LENGTHS, q_lengths=(1, 3, 2, 1, 130, 60), new_lengths=(1, 3, 2, 1, 9, 60), rotary=1.0, window=(200, 0),
@@ -142,7 +143,7 @@ def without_new(arguments: Arguments) -> Arguments:
 KVCACHE = Operation(
     name="kvcache",
     make=make_kvcache_call,
-    cases=(DECODE, KvCacheCase(lengths=(200, 30), s_q=3, new=3, page=48, dtype="float16", softcap=5.0, **D64)),
+    cases=(DECODE, SEVERAL),
     arrays=(
         "q", "k_cache", "v_cache", "k", "v", "rotary_cos", "rotary_sin", "cache_seqlens", "cache_batch_idx",
         "cache_leftpad", "block_table", "alibi_slopes", "attn_sink",
