@@ -111,35 +111,27 @@ def flash_attn_with_kvcache(
     longest = _read_longest(max_seqlen_q, queries, bounds_q)
 
     rows: list[Any] = list(range(b)) if bounds_q is None else _slices(bounds_q)
-    query = queries.floats
-    new = np.zeros(b, np.int64)
+    rotary = _Rotary.of(rotary_cos, rotary_sin, rotary_interleaved, queries)
+    bases = lengths if rotary_seqlens is None else _read_vector(rotary_seqlens, "rotary_seqlens", b)
+    totals = lengths
     if k is not None:
-        new_k, new_v, tokens = _read_new(k, v, cu_seqlens_k_new, keys, values, b)
-        keys_of_tokens = _coded(new_k, keys)
-        new = np.array([len(new_k.values[at]) for at in tokens], np.int64)
-        rotary = _Rotary.of(rotary_cos, rotary_sin, rotary_interleaved, queries)
-        if rotary is not None:
-            bases = lengths if rotary_seqlens is None else _read_vector(rotary_seqlens, "rotary_seqlens", b)
-            is_local = _is_local(causal, window_size, attention_chunk, places.capacity, longest)
-            rotated = new_k.floats
-            for r in range(b):
-                steps = np.arange(len(query[rows[r]])) if is_local else np.zeros(len(query[rows[r]]), int)
-                query[rows[r]] = rotary.apply(query[rows[r]], bases[r] + steps, queries.dtype)
-                rotated[tokens[r]] = rotary.apply(
-                    rotated[tokens[r]], bases[r] + np.arange(new[r]), keys.dtype
-                )
-            keys_of_tokens = encode_e4m3(rotated) if keys.dtype == _FP8 else rotated
-        values_of_tokens = _coded(new_v, values)
-        for r in range(b):
-            inside, *index = places.find(r, lengths[r] + np.arange(new[r]))
-            _write(k_cache, keys, index, keys_of_tokens[tokens[r]][inside])
-            _write(v_cache, values, index, values_of_tokens[tokens[r]][inside])
+        new = _NewTokens.of(k, v, cu_seqlens_k_new, keys, values, b)
+        totals = lengths + np.array([len(new.k.values[at]) for at in new.rows], np.int64)
+        found = [places.find(r, np.arange(lengths[r], totals[r])) for r in range(b)]
+        new.write(k_cache, keys, new.coded_keys(keys, rotary, bases), found)
+        new.write(v_cache, values, _coded(new.v, values), found)
         keys, values = read(k_cache, "k_cache"), read(v_cache, "v_cache")
+    query = queries.floats
+    if rotary is not None:
+        is_local = _is_local(causal, window_size, attention_chunk, places.capacity, longest)
+        for base, at in zip(bases, rows, strict=True):
+            positions = base + np.arange(len(query[at])) * is_local
+            query[at] = rotary.apply(query[at], positions, queries.dtype)
 
     attended, lse = np.zeros((*queries.shape[:-1], d_v)), np.full(queries.shape[:-1], -np.inf)
     cached_keys, cached_values = keys.floats, values.floats
     group = h_q // h_kv
-    for r, (length, leftpad) in enumerate(zip(lengths + new, leftpads, strict=True)):
+    for r, (length, leftpad) in enumerate(zip(totals, leftpads, strict=True)):
         if length <= leftpad:
             continue
         inside, *index = places.find(r, np.arange(leftpad, length))
@@ -227,23 +219,14 @@ def _read_descale(x: Any, name: str, b: int, h_kv: int, array: Array) -> Floats:
     return np.ones((b, h_kv)) if given is None or array.dtype != _FP8 else given.floats
 
 
-def _read_new(
-    k: Any, v: Any, cu_seqlens_k_new: Any, keys: Array, values: Array, b: int
-) -> tuple[Array, Array, list[Any]]:
-    """New keys and values, and the index of each request's tokens in them."""
-    leading = (b, "s_new") if cu_seqlens_k_new is None else ("total_new",)
-    new_k = read(k, "k", (keys.dtype,), (*leading, *keys.shape[2:]))
-    new_v = read(v, "v", (keys.dtype,), (*new_k.shape[:-2], *values.shape[2:]))
-    if cu_seqlens_k_new is None:
-        return new_k, new_v, list(range(b))
-    return new_k, new_v, _slices(read_bounds(cu_seqlens_k_new, "cu_seqlens_k_new", len(new_k.values), b))
-
-
 def _slices(bounds: NDArray[np.int64]) -> list[slice]:
     return [slice(start, end) for start, end in zip(bounds[:-1], bounds[1:], strict=True)]
 
 
 # ---- places
+
+_Found = tuple[NDArray[np.bool_], NDArray[np.int64], NDArray[np.int64]]
+"""Which of some positions are in the caches, and both indices of those."""
 
 
 class _Places(NamedTuple):
@@ -281,10 +264,8 @@ class _Places(NamedTuple):
         """The number of tokens that a request has room for."""
         return self.extents[1] * (1 if self.table is None else self.table.shape[1])
 
-    def find(
-        self, request: int, positions: NDArray[np.int64]
-    ) -> tuple[NDArray[np.bool_], NDArray[np.int64], NDArray[np.int64]]:
-        """Which of the positions of a request are in the caches, and both indices of those."""
+    def find(self, request: int, positions: NDArray[np.int64]) -> _Found:
+        """Find the positions of a request in the caches."""
         first, second = np.full_like(positions, self.rows[request]), positions
         if self.table is not None:
             column, second = np.divmod(positions, self.extents[1])
@@ -297,19 +278,55 @@ class _Places(NamedTuple):
         return inside, first[inside], second[inside]
 
 
+# ---- new tokens
+
+
+class _NewTokens(NamedTuple):
+    """The tokens that a call appends.
+
+    Attributes:
+        k, v: the arrays of the caller.
+        rows: the index of each request's tokens in them.
+    """
+
+    k: Array
+    v: Array
+    rows: list[Any]
+
+    @classmethod
+    def of(cls, k: Any, v: Any, cu_seqlens_k_new: Any, keys: Array, values: Array, b: int) -> _NewTokens:
+        """Read the arguments of a call, for caches of keys and values."""
+        leading = (b, "s_new") if cu_seqlens_k_new is None else ("total_new",)
+        new_k = read(k, "k", (keys.dtype,), (*leading, *keys.shape[2:]))
+        new_v = read(v, "v", (keys.dtype,), (*new_k.shape[:-2], *values.shape[2:]))
+        if cu_seqlens_k_new is None:
+            return cls(new_k, new_v, list(range(b)))
+        bounds = read_bounds(cu_seqlens_k_new, "cu_seqlens_k_new", len(new_k.values), b)
+        return cls(new_k, new_v, _slices(bounds))
+
+    def coded_keys(self, cache: Array, rotary: _Rotary | None, bases: NDArray[np.int64]) -> NDArray[Any]:
+        """Return the keys as a cache holds them, rotated from positions `bases` on."""
+        if rotary is None:
+            return _coded(self.k, cache)
+        keys = self.k.floats
+        for base, at in zip(bases, self.rows, strict=True):
+            keys[at] = rotary.apply(keys[at], base + np.arange(len(keys[at])), cache.dtype)
+        return encode_e4m3(keys) if cache.dtype == _FP8 else keys
+
+    def write(self, target: Any, cache: Array, tokens: NDArray[Any], found: list[_Found]) -> None:
+        """Write tokens where `found` says; an FP8 `cache` shares the memory of its `target`."""
+        for at, (inside, *index) in zip(self.rows, found, strict=True):
+            if cache.dtype == _FP8:
+                cache.values[tuple(index)] = tokens[at][inside]
+            else:
+                store(target, tuple(index), tokens[at][inside])
+
+
 def _coded(tokens: Array, cache: Array) -> NDArray[Any]:
     """Return new tokens as a cache holds them: as bytes if it is FP8."""
     if cache.dtype == _FP8 and tokens.dtype != _FP8:
         return encode_e4m3(tokens.floats)
     return tokens.values
-
-
-def _write(target: Any, cache: Array, index: Sequence[NDArray[np.int64]], tokens: NDArray[Any]) -> None:
-    """Write tokens to a cache; `cache` shares memory with `target` if it is FP8."""
-    if cache.dtype == _FP8:
-        cache.values[tuple(index)] = tokens
-    else:
-        store(target, tuple(index), tokens)
 
 
 # ---- rotary embedding
