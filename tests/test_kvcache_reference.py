@@ -233,7 +233,7 @@ BAD: tuple[tuple[dict[str, Any], str], ...] = (
     ({"k": randn(2, 1, H_KV, D)}, "^v: expected an array, as k is one"),
     ({"rotary_cos": np.ones((3, 2)), "rotary_sin": np.ones((3, 2))}, "^rotary_cos: expected None without k"),
     ({"cu_seqlens_k": int32(0, 1, 2)}, "^cu_seqlens_k: expected None, as cache_seqlens"),
-    ({"cu_seqlens_q": int32(0, 1, 2), "q": randn(2, H_Q, D)}, "^max_seqlen_q: expected an int"),
+    ({"max_seqlen_q": 1}, "^max_seqlen_q: expected None without cu_seqlens_q"),
     ({"cache_seqlens": int32(1)}, r"^cache_seqlens: expected shape \[2\]"),
     ({"cache_leftpad": int32(0, -1)}, "^cache_leftpad: expected numbers of at least 0"),
     ({**TOKENS, "cache_seqlens": None}, "^cache_seqlens: needed with k, as the position to append at"),

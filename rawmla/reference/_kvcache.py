@@ -82,6 +82,8 @@ def flash_attn_with_kvcache(
         raise ValueError(f"num_splits: expected an int of at least 0, got {num_splits}")
     _check_pairs(k=k, v=v)
     _check_pairs(rotary_cos=rotary_cos, rotary_sin=rotary_sin)
+    if rotary_cos is None and rotary_seqlens is not None:
+        raise ValueError("rotary_seqlens: expected None without rotary_cos, got an array")
     if rotary_cos is not None and k is None:
         raise ValueError("rotary_cos: expected None without k, as only new tokens are rotated, got an array")
     queries, bounds_q = _read_queries(q, cu_seqlens_q)
@@ -173,12 +175,12 @@ def _read_queries(q: Any, cu_seqlens_q: Any) -> tuple[Array, NDArray[np.int64] |
 
 
 def _read_longest(max_seqlen_q: Any, queries: Array, bounds_q: NDArray[np.int64] | None) -> int:
-    """The largest number of query tokens of a request, as the caller has it."""
-    if bounds_q is None:
-        return queries.shape[1]
-    if max_seqlen_q is None:
-        raise ValueError("max_seqlen_q: expected an int, as cu_seqlens_q is given, got None")
-    return as_int("max_seqlen_q", max_seqlen_q)
+    """Return the largest number of query tokens of a request, all for None."""
+    if bounds_q is not None:
+        return len(queries.values) if max_seqlen_q is None else as_int("max_seqlen_q", max_seqlen_q)
+    if max_seqlen_q is not None:
+        raise ValueError(f"max_seqlen_q: expected None without cu_seqlens_q, got {max_seqlen_q}")
+    return queries.shape[1]
 
 
 def _read_caches(k_cache: Any, v_cache: Any, queries: Array, *, is_written: bool) -> tuple[Array, Array]:
@@ -250,12 +252,11 @@ class _Places(NamedTuple):
         )
         table = None
         if block_table is not None:
-            expected: int | str = b if cache_batch_idx is None else "rows"
-            table = read(block_table, "block_table", INT_DTYPES, (expected, "pages")).values
-        elif cache_batch_idx is None and shape[0] != b:
+            table = read(block_table, "block_table", INT_DTYPES, ("rows", "pages")).values
+        name, count = ("k_cache", shape[0]) if table is None else ("block_table", len(table))
+        if cache_batch_idx is None and count < b:
             raise ValueError(
-                f"k_cache: expected a row for each of {b} requests without block_table and cache_batch_idx, "
-                f"got {shape[0]}"
+                f"{name}: expected a row for each of {b} requests without cache_batch_idx, got {count}"
             )
         return cls((shape[0], shape[1]), table, rows)
 

@@ -46,7 +46,7 @@ def assert_same(text: str, got: Any, want: Any, rows: Any = ..., wanted_rows: An
 
 # ---- random calls
 
-DIMS = ((64, 64), (128, 128), (128, 128), (256, 256), (96, 96), (192, 128), (40, 72), (59, 111))
+DIMS = ((64, 64), (128, 128), (128, 128), (256, 256), (96, 96), (192, 128), (40, 72), (56, 104))
 PAGES = (None, None, None, 1, 2, 4, 8, 12, 16, 16, 32, 64, 100, 128, 256)
 MASKS: tuple[dict[str, Any], ...] = ({}, {"causal": True}, {"causal": True})
 

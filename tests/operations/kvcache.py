@@ -161,7 +161,7 @@ KVCACHE = Operation(
         KvCacheCase(**FEW, new=1, causal=True, rotary=1.0, interleaved=False),
         KvCacheCase(**FEW, new=2, page=None, cache_layout="interleaved"),
         KvCacheCase(**FEW, d_qk=256, d_v=256),
-        KvCacheCase(**FEW, d_qk=59, d_v=111, new=1),
+        KvCacheCase(**FEW, d_qk=56, d_v=104, new=1),
         KvCacheCase(lengths=(2100, 5), h_q=2, h_kv=1, page=64, sink="bfloat16"),  # whose keys are split
         KvCacheCase(lengths=(2100, 5), h_q=2, h_kv=1, page=64, num_splits=1),
     ),
@@ -221,6 +221,8 @@ KVCACHE_VARLEN = replace(
     empty={"no query tokens": (lambda a: without("q")(a) | without_new(a), {"out": 0, "lse": 0})},
     bad={
         "scale 0": wrong_value("softmax_scale", 0.0),
-        "no largest length": wrong_value("max_seqlen_q", None),
+        "rotary positions without rotary": (
+            ValueError, "rotary_seqlens", lambda a: {"rotary_cos": None, "rotary_sin": None},
+        ),
     },
 )  # fmt: skip
