@@ -37,6 +37,7 @@ _MODULE_OF = {
     "flash_attn_varlen_func": "api.dense",
     "flash_attn_varlen_kvpacked_func": "api.dense",
     "flash_attn_varlen_qkvpacked_func": "api.dense",
+    "flash_attn_with_kvcache": "api.kvcache",
     "flash_mla_sparse_fwd": "api.sparse_prefill",
     "flash_mla_with_kvcache": "api.decode",
     "flex_attention": "api.flex",
@@ -68,6 +69,7 @@ if TYPE_CHECKING:  # for type checkers, which do not follow the table
     from .api.dense import *  # noqa: F403
     from .api.dense_backward import *  # noqa: F403
     from .api.flex import *  # noqa: F403
+    from .api.kvcache import *  # noqa: F403
     from .api.plan import *  # noqa: F403
     from .api.prefix import *  # noqa: F403
     from .api.sparse_prefill import *  # noqa: F403
