@@ -72,7 +72,7 @@ def flash_attn_func(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **given: 
     keys = torch.arange(s_k, device=q.device)
     visible = diagonal(torch.arange(s_q, device=q.device)[:, None] + s_k - s_q, keys, options)
     out, lse = attend(q, k, v, visible.expand(len(q), s_q, s_k), options)
-    return out.to(q.dtype), lse
+    return out.to(q.dtype), lse.transpose(1, 2)
 
 
 def flash_attn_with_kvcache(
@@ -91,7 +91,7 @@ def flash_attn_with_kvcache(
     keys = torch.arange(s_k, device=q.device)
     visible = diagonal(torch.arange(s_q, device=q.device)[:, None] + end - s_q, keys, options)
     out, lse = attend(q, k_cache, v_cache, visible & (keys >= start) & (keys < end), options)
-    return out.to(q.dtype), lse
+    return out.to(q.dtype), lse.transpose(1, 2)
 
 
 def flash_attn_varlen_func(

@@ -60,7 +60,7 @@ def attend(
     if attention_mask is None:
         if q.shape[1] != k.shape[1] and not needs_gradient:
             return rawmla.flash_attn_with_kvcache(q, k, v, **shared)[0], None
-        documents = _documents_of(q, k, options.get("position_ids"))
+        documents = _documents_of(q, k, options.get("position_ids")) if causal else None
         if documents is not None:
             return _attend_segments(q, k, v, documents, shared), None
         return rawmla.flash_attn_func(q, k, v, **shared)[0], None
@@ -116,19 +116,19 @@ def _documents_of(q: torch.Tensor, k: torch.Tensor, position_ids: Any) -> Segmen
     """
     if position_ids is None or position_ids.ndim != 2 or not 1 < q.shape[1] == k.shape[1]:
         return None
-    begins = torch.nn.functional.pad(position_ids.diff() != 1, (1, 0), value=True)
     if is_tracing(position_ids):
         torch._assert_async(
-            begins.sum() == len(begins),
+            (position_ids.diff() == 1).all(),
             "position_ids: pass cu_seq_lens_q, cu_seq_lens_k, max_length_q and max_length_k too, with packed "
             "documents under torch.compile",
         )
         return None
     if len(q) != 1:
-        return None
+        return None  # transformers' masks show documents of several rows
     version = None if position_ids.is_inference() else position_ids._version
     known = getattr(position_ids, "rawmla_documents", None)
     if known is None or version is None or known[0] != version:
+        begins = torch.nn.functional.pad(position_ids.diff() != 1, (1, 0), value=True)
         known = position_ids.rawmla_documents = version, find_documents(begins)
     found: Segments | None = known[1]
     return found
