@@ -20,8 +20,8 @@ def register() -> None:
 
     Models that are loaded with `attn_implementation="rawmla"`, or switched by
     `model.set_attn_implementation("rawmla")`, then attend by `rawmla.flash_attn_func`,
-    `rawmla.flash_attn_varlen_func` and, over caches, `rawmla.flash_attn_with_kvcache`. May be called again. It needs
-    no GPU and compiles nothing.
+    `rawmla.flash_attn_varlen_func` and, over caches, `rawmla.flash_attn_with_kvcache`. May be called again.
+    It needs no GPU and compiles nothing.
 
     Raises
     ------
