@@ -118,7 +118,8 @@ FEW_ROWS: Arguments = {**FEW, "q_lengths": (1, 2, 1, 70)}
 # Windows and padding that begin in the middle of a page.
 TRIMMED: Arguments = {"lengths": (205, 43), "window": (37, 0), "leftpad": (9, 30), "h_q": 4, "h_kv": 2}
 MANY: Arguments = {"lengths": (1, 400, 0, 33, 64, 1300) * 10, "h_q": 32, "h_kv": 8}
-ROWS = ("wide", "columns", "permuted")
+IN_PLACE = ("wide", "columns", "permuted")
+ROWS = (*IN_PLACE, "unaligned", "odd")
 
 
 def floats(case: KvCacheCase) -> tuple[str, ...]:
@@ -175,8 +176,11 @@ KVCACHE = Operation(
     repeats=200,
     graph_cases=(replace(DECODE, room=600), replace(DECODE, room=600, page=None, new=0, rotary=0.0)),
     strides={
-        "q": ROWS, "k": ROWS, "v": ROWS, "k_cache": ROWS, "v_cache": ROWS, "block_table": ("columns", "odd"),
+        "q": ROWS, "k": ROWS, "v": (*ROWS, "transposed"), "k_cache": IN_PLACE, "v_cache": IN_PLACE,
+        "block_table": ("columns", "odd"),
     },
+    odd_last=("q", "k", "v", "rotary_cos", "rotary_sin"),
+    copied=("v",),
     ordered_like="q",
     out=slices,
     empty={
@@ -217,7 +221,7 @@ KVCACHE_VARLEN = replace(
     ),
     rerun_cases=(KvCacheCase(**MANY, q_lengths=(1, 300, 0, 33, 1, 1) * 10, causal=True),),
     graph_cases=(replace(MIXED, room=700), replace(CHUNKS, room=700)),
-    strides={"q": ROWS, "k_cache": ROWS, "v_cache": ROWS, "block_table": ("columns", "odd")},
+    strides={"q": ROWS, "k_cache": IN_PLACE, "v_cache": IN_PLACE, "block_table": ("columns", "odd")},
     empty={"no query tokens": (lambda a: without("q")(a) | without_new(a), {"out": 0, "lse": 0})},
     bad={
         "scale 0": wrong_value("softmax_scale", 0.0),
