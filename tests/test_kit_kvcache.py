@@ -47,6 +47,7 @@ CASES = (
     KvCacheCase(**{**SMALL, "lengths": (8, 8)}, lengths_as="all", s_q=2, causal=True),
     KvCacheCase(**{**SMALL, "lengths": (8, 0, 3)}, lengths_as="bounds", s_q=2),
     KvCacheCase(**SMALL, **SEGMENTS, new_lengths=(3, 2, 0, 1, 4), dtype=FP8, cache_dtype=FP8, descales=True),
+    KvCacheCase(**SMALL, cache_dtype=FP8, descales=True),
     KvCacheCase(**SMALL, cache_dtype=FP8),
     KvCacheCase(**{**SMALL, "lengths": ()}, q_lengths=(), rows_around=2),
 )  # fmt: skip

@@ -10,6 +10,7 @@ import torch
 
 from kit.kvcache import (
     ARRAYS,
+    FP8,
     KvCacheCase,
     KvCacheInputs,
     check_kvcache,
@@ -228,5 +229,40 @@ KVCACHE_VARLEN = replace(
         "rotary positions without rotary": (
             ValueError, "rotary_seqlens", lambda a: {"rotary_cos": None, "rotary_sin": None},
         ),
+    },
+)  # fmt: skip
+
+BYTES: Arguments = {"cache_dtype": FP8, "descales": True}
+OF_BYTES = KvCacheCase(**LENGTHS, **BYTES, new=1, sink="float32", alibi="heads")
+KVCACHE_FP8 = replace(
+    KVCACHE,
+    name="kvcache_fp8",
+    cases=(
+        OF_BYTES,
+        KvCacheCase(**LENGTHS, **BYTES, new=3, s_q=3, dtype=FP8, causal=True, page=64),
+    ),
+    arrays=(
+        "q", "k_cache", "v_cache", "k", "v", "cache_seqlens", "block_table", "q_descale", "k_descale",
+        "v_descale", "alibi_slopes", "attn_sink",
+    ),
+    floats=lambda case: tuple(name for name in ("q", "alibi_slopes", "attn_sink") if case.dtype != FP8),
+    small_cases=(
+        KvCacheCase(**FEW, **BYTES),
+        KvCacheCase(**FEW, **BYTES, page=None, s_q=3, causal=True, dtype="float16", **D64),
+        KvCacheCase(**FEW, **BYTES, page=12, new=2, dtype=FP8, cache_layout="interleaved"),
+        KvCacheCase(**FEW_ROWS, cache_dtype=FP8, page=1, window=(37, 0), sink="bfloat16"),
+        KvCacheCase(**FEW, **BYTES, d_qk=256, d_v=256, page=64),
+        KvCacheCase(lengths=(2100, 5), h_q=2, h_kv=1, page=64, **BYTES, dtype=FP8),
+    ),
+    rerun_cases=(KvCacheCase(**MANY, **BYTES, page=64), KvCacheCase(**MANY, **BYTES, dtype=FP8, new=1)),
+    graph_cases=(replace(OF_BYTES, room=600),),
+    strides={"q": IN_PLACE, "k": IN_PLACE, "v": IN_PLACE, "k_cache": IN_PLACE, "v_cache": IN_PLACE},
+    any_framework=False,  # CuPy has no FP8
+    odd_last=("q", "q_descale", "k_descale", "v_descale"),
+    copied=(),
+    bad={
+        "scale 0": wrong_value("softmax_scale", 0.0),
+        "k of another dtype": spoilt("k", lambda x: x.half(), TypeError),
+        "factors of query heads": spoilt("k_descale", lambda x: x.repeat(1, 4)),
     },
 )  # fmt: skip
