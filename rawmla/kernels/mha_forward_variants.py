@@ -190,6 +190,18 @@ def specs(
     return list(dict.fromkeys(found))
 
 
+def rows_specs(dtype: str, head_dims: Iterable[tuple[int, int]]) -> list[jit.KernelSpec]:
+    """The variants for caches of rows in the same way."""
+    flags = (False, True)
+    found = [
+        rows_spec(dtype, *dims, window, False, False, paged)
+        for dims in head_dims
+        for window in flags
+        for paged in flags
+    ]
+    return [*found, *[mha_combine.spec(dtype, padded(d_v)) for _, d_v in head_dims]]
+
+
 _slow: BoundedTable[jit.KernelSpec, bool] = BoundedTable(1024)
 
 

@@ -145,6 +145,7 @@ def _kvcache(dtypes: Iterable[str], kvcache_head_dims: Iterable[tuple[int, int]]
         for dims in kvcache_head_dims:
             for rows in mha_decode.TILE_ROWS:
                 yield from mha_decode.specs(dtype, rows, *dims)
+        yield from mha_forward_variants.rows_specs(dtype, kvcache_head_dims)
 
 
 def _flex(mha_head_dims: Iterable[tuple[int, int]]) -> Iterator[KernelSpec]:

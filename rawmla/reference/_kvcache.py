@@ -148,7 +148,7 @@ def flash_attn_with_kvcache(
             store(out, at, attended[at])
     returned = out if is_tensor(out) else queries.result(attended, out_dtype)
     logs = queries.result(np.ascontiguousarray(lse.swapaxes(-1, -2)), "float32")
-    return returned, logs.swapaxes(-1, -2)
+    return returned, logs if bounds_q is None else logs.swapaxes(-1, -2)
 
 
 # ---- reading

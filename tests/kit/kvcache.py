@@ -429,7 +429,7 @@ def expected_caches(inputs: KvCacheInputs) -> list[Any]:
 
 
 def reference(inputs: KvCacheInputs) -> tuple[Any, Any]:
-    """out and lse of a call in float64, `[b, s_q, h_q, ...]` or `[total_q, h_q, ...]`.
+    """out and lse of a call in float64.
 
     In rows of no request they are NaN.
     """
@@ -476,7 +476,7 @@ def reference(inputs: KvCacheInputs) -> tuple[Any, Any]:
             attn_sink=inputs.attn_sink,
         )
         out[own], lse[own] = one[0], one_lse[0].T
-    return out, lse
+    return out, lse.mT if case.q_lengths is None else lse
 
 
 # ---- comparison
