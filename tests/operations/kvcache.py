@@ -185,7 +185,7 @@ KVCACHE = Operation(
     ordered_like="q",
     out=slices,
     empty={
-        "no query tokens": (lambda a: without("q", axis=1)(a) | without_new(a), {"out": 1, "lse": 1}),
+        "no query tokens": (lambda a: without("q", axis=1)(a) | without_new(a), {"out": 1, "lse": 2}),
     },
     bad={
         "scale 0": wrong_value("softmax_scale", 0.0),
