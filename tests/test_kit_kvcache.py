@@ -47,6 +47,7 @@ CASES = (
     KvCacheCase(**{**SMALL, "lengths": (8, 8)}, lengths_as="all", s_q=2, causal=True),
     KvCacheCase(**{**SMALL, "lengths": (8, 0, 3)}, lengths_as="bounds", s_q=2),
     KvCacheCase(**SMALL, **SEGMENTS, new_lengths=(3, 2, 0, 1, 4), dtype=FP8, cache_dtype=FP8, descales=True),
+    KvCacheCase(**SMALL, cache_dtype=FP8, descales=True),
     KvCacheCase(**SMALL, cache_dtype=FP8),
     KvCacheCase(**{**SMALL, "lengths": ()}, q_lengths=(), rows_around=2),
 )  # fmt: skip
@@ -127,7 +128,7 @@ def test_the_comparison_finds_what_is_wrong() -> None:
     planted: tuple[tuple[str, Callable[[Any, Any], Any]], ...] = (
         ("out are infinite", lambda out, lse: out[1, 2].fill_(float("nan"))),
         ("L2 error of a row of out", lambda out, lse: out[1, 2, 3].mul_(1.02)),
-        ("error of lse", lambda out, lse: lse[1, 1, 4].add_(0.001)),
+        ("error of lse", lambda out, lse: lse[1, 4, 1].add_(0.001)),
         ("rotated keys of request 1", lambda out, lse: inputs.k_cache[last][1, 5].add_(0.1)),
         ("1 elements of array 1", lambda out, lse: inputs.v_cache[last][1, 5].add_(0.1)),
         ("1 elements of array 1", lambda out, lse: inputs.v_cache[0, 15, 0, 7].fill_(0)),

@@ -101,12 +101,8 @@ def flash_attn_with_kvcache(
     slopes = slopes_of(alibi_slopes, b, h_q)
     sinks = sinks_of(read_given(attn_sink, "attn_sink", FLOAT_DTYPES, (h_q,)), h_q)
     descales = [
-        _read_descale(x, name, b, h_kv, array)
-        for x, name, array in (
-            (q_descale, "q_descale", queries),
-            (k_descale, "k_descale", keys),
-            (v_descale, "v_descale", values),
-        )
+        _read_descale(x, name, b, h_kv, is_fp8=keys.dtype == _FP8)
+        for x, name in ((q_descale, "q_descale"), (k_descale, "k_descale"), (v_descale, "v_descale"))
     ]
     out_dtype = "bfloat16" if queries.dtype == _FP8 else queries.dtype
     check_target(out, "out", (out_dtype,), (*queries.shape[:-1], d_v))
@@ -215,10 +211,10 @@ def _read_lengths(
     return _read_vector(cache_seqlens, "cache_seqlens", b)
 
 
-def _read_descale(x: Any, name: str, b: int, h_kv: int, array: Array) -> Floats:
-    """Factors `[b, h_kv]` of an array, 1 for None and for arrays that are not FP8."""
-    given = read_given(x, name, ("float32",), (b, h_kv))
-    return np.ones((b, h_kv)) if given is None or array.dtype != _FP8 else given.floats
+def _read_descale(x: Any, name: str, b: int, h_kv: int, *, is_fp8: bool) -> Floats:
+    """Return factors `[b, h_kv]`, 1 for None and with caches that are not FP8."""
+    given = read_given(x, name, ("float32",), (b, h_kv)) if is_fp8 else None
+    return np.ones((b, h_kv)) if given is None else given.floats
 
 
 def _slices(bounds: NDArray[np.int64]) -> list[slice]:

@@ -10,6 +10,7 @@ import torch
 
 from kit.kvcache import (
     ARRAYS,
+    FP8,
     KvCacheCase,
     KvCacheInputs,
     check_kvcache,
@@ -118,7 +119,8 @@ FEW_ROWS: Arguments = {**FEW, "q_lengths": (1, 2, 1, 70)}
 # Windows and padding that begin in the middle of a page.
 TRIMMED: Arguments = {"lengths": (205, 43), "window": (37, 0), "leftpad": (9, 30), "h_q": 4, "h_kv": 2}
 MANY: Arguments = {"lengths": (1, 400, 0, 33, 64, 1300) * 10, "h_q": 32, "h_kv": 8}
-ROWS = ("wide", "columns", "permuted")
+IN_PLACE = ("wide", "columns", "permuted")
+ROWS = (*IN_PLACE, "unaligned", "odd")
 
 
 def floats(case: KvCacheCase) -> tuple[str, ...]:
@@ -175,12 +177,15 @@ KVCACHE = Operation(
     repeats=200,
     graph_cases=(replace(DECODE, room=600), replace(DECODE, room=600, page=None, new=0, rotary=0.0)),
     strides={
-        "q": ROWS, "k": ROWS, "v": ROWS, "k_cache": ROWS, "v_cache": ROWS, "block_table": ("columns", "odd"),
+        "q": ROWS, "k": ROWS, "v": (*ROWS, "transposed"), "k_cache": IN_PLACE, "v_cache": IN_PLACE,
+        "block_table": ("columns", "odd"),
     },
+    odd_last=("q", "k", "v", "rotary_cos", "rotary_sin"),
+    copied=("v",),
     ordered_like="q",
     out=slices,
     empty={
-        "no query tokens": (lambda a: without("q", axis=1)(a) | without_new(a), {"out": 1, "lse": 1}),
+        "no query tokens": (lambda a: without("q", axis=1)(a) | without_new(a), {"out": 1, "lse": 2}),
     },
     bad={
         "scale 0": wrong_value("softmax_scale", 0.0),
@@ -217,12 +222,47 @@ KVCACHE_VARLEN = replace(
     ),
     rerun_cases=(KvCacheCase(**MANY, q_lengths=(1, 300, 0, 33, 1, 1) * 10, causal=True),),
     graph_cases=(replace(MIXED, room=700), replace(CHUNKS, room=700)),
-    strides={"q": ROWS, "k_cache": ROWS, "v_cache": ROWS, "block_table": ("columns", "odd")},
+    strides={"q": ROWS, "k_cache": IN_PLACE, "v_cache": IN_PLACE, "block_table": ("columns", "odd")},
     empty={"no query tokens": (lambda a: without("q")(a) | without_new(a), {"out": 0, "lse": 0})},
     bad={
         "scale 0": wrong_value("softmax_scale", 0.0),
         "rotary positions without rotary": (
             ValueError, "rotary_seqlens", lambda a: {"rotary_cos": None, "rotary_sin": None},
         ),
+    },
+)  # fmt: skip
+
+BYTES: Arguments = {"cache_dtype": FP8, "descales": True}
+OF_BYTES = KvCacheCase(**LENGTHS, **BYTES, new=1, sink="float32", alibi="heads")
+KVCACHE_FP8 = replace(
+    KVCACHE,
+    name="kvcache_fp8",
+    cases=(
+        OF_BYTES,
+        KvCacheCase(**LENGTHS, **BYTES, new=3, s_q=3, dtype=FP8, causal=True, page=64),
+    ),
+    arrays=(
+        "q", "k_cache", "v_cache", "k", "v", "cache_seqlens", "block_table", "q_descale", "k_descale",
+        "v_descale", "alibi_slopes", "attn_sink",
+    ),
+    floats=lambda case: tuple(name for name in ("q", "alibi_slopes", "attn_sink") if case.dtype != FP8),
+    small_cases=(
+        KvCacheCase(**FEW, **BYTES),
+        KvCacheCase(**FEW, **BYTES, page=None, s_q=3, causal=True, dtype="float16", **D64),
+        KvCacheCase(**FEW, **BYTES, page=12, new=2, dtype=FP8, cache_layout="interleaved"),
+        KvCacheCase(**FEW_ROWS, cache_dtype=FP8, page=1, window=(37, 0), sink="bfloat16"),
+        KvCacheCase(**FEW, **BYTES, d_qk=256, d_v=256, page=64),
+        KvCacheCase(lengths=(2100, 5), h_q=2, h_kv=1, page=64, **BYTES, dtype=FP8),
+    ),
+    rerun_cases=(KvCacheCase(**MANY, **BYTES, page=64), KvCacheCase(**MANY, **BYTES, dtype=FP8, new=1)),
+    graph_cases=(replace(OF_BYTES, room=600),),
+    strides={"q": IN_PLACE, "k": IN_PLACE, "v": IN_PLACE, "k_cache": IN_PLACE, "v_cache": IN_PLACE},
+    any_framework=False,  # CuPy has no FP8
+    odd_last=("q", "q_descale", "k_descale", "v_descale"),
+    copied=(),
+    bad={
+        "scale 0": wrong_value("softmax_scale", 0.0),
+        "k of another dtype": spoilt("k", lambda x: x.half(), TypeError),
+        "factors of query heads": spoilt("k_descale", lambda x: x.repeat(1, 4)),
     },
 )  # fmt: skip
