@@ -81,8 +81,8 @@ class Math {
         for (int own = threadIdx.x % 128 / 8; own < kOwnRows; own += 16) {
             const RowPlace row(params, walk, walk.first_row(wg) + own);
             const QElement* src = params.q + (segments ? 0 : walk.index * params.q_stride_b) +
-                             (walk.request.q_begin + row.token) * params.q_stride_s +
-                             row.head * params.q_stride_h;
+                                  (walk.request.q_begin + row.token) * params.q_stride_s +
+                                  row.head * params.q_stride_h;
 #if !CACHE_FP8
             int position =
                 params.rotary_seqlens == nullptr ? walk.request.cached : params.rotary_seqlens[walk.index];
@@ -122,9 +122,9 @@ class Math {
             const RowPlace row(params, walk, walk.first_row(wg) + query_of(i));
             diagonal[i] = min_int(row.token, request.q_len - 1) + shift;
             if constexpr (kAlibi)
-                slope[i] = !row.exists ? 0.0f
-                                       : kLog2E * params.alibi_slopes[walk.index * params.alibi_stride_b +
-                                                                      row.head];
+                slope[i] = !row.exists
+                               ? 0.0f
+                               : kLog2E * params.alibi_slopes[walk.index * params.alibi_stride_b + row.head];
         }
 #pragma unroll
         for (int chunk = 0; chunk < kVChunks; ++chunk)
@@ -285,8 +285,7 @@ class Math {
                     const int key = first + 64 * tile + 8 * half;
                     if constexpr (kSoftcap) score = tanh_approx(score * score_scale);
                     score *= scale_log2;
-                    if constexpr (kAlibi)
-                        score -= slope[i] * fabsf(static_cast<float>(diagonal[i] - key));
+                    if constexpr (kAlibi) score -= slope[i] * fabsf(static_cast<float>(diagonal[i] - key));
                     if (!is_plain && (key < begin || key >= end)) score = -kInfinity;
                 }
         }
@@ -348,8 +347,7 @@ class Math {
 #pragma unroll
             for (int chunk = 0; chunk < kVChunks; ++chunk)
 #pragma unroll
-                for (int j = 0; j < kAccumulators; ++j)
-                    dst[(chunk * kAccumulators + j) * 128] = o[chunk][j];
+                for (int j = 0; j < kAccumulators; ++j) dst[(chunk * kAccumulators + j) * 128] = o[chunk][j];
             if (warp_idx == 0 && lane_index() < 4) {
 #pragma unroll
                 for (int i = 0; i < kThreadRows; ++i)

@@ -122,7 +122,8 @@ class BlockLoader {
         if (exists && side == Side::kV)
             src = params.v_new + (segments ? 0 : walk.index * params.v_new_stride_b) +
                   row * params.v_new_stride_s + walk.head * params.v_new_stride_h;
-        CacheElement* kept = exists && place.block >= 0 && walk.tile == 0 ? cache_row(place, walk.head, side) : nullptr;
+        CacheElement* kept =
+            exists && place.block >= 0 && walk.tile == 0 ? cache_row(place, walk.head, side) : nullptr;
 #if !CACHE_FP8
         const int position =
             token + (params.rotary_seqlens == nullptr ? request.cached : params.rotary_seqlens[walk.index]);

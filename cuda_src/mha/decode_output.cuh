@@ -22,8 +22,7 @@ __device__ __forceinline__ float* part_of(const Params& params, int part, int wg
     return params.o_parts + (static_cast<i64>(part) * kMathGroups + wg) * kPartFloats;
 }
 __device__ __forceinline__ float2* states_of(const Params& params, int part, int wg) {
-    return reinterpret_cast<float2*>(params.states) +
-           (static_cast<i64>(part) * kMathGroups + wg) * kOwnRows;
+    return reinterpret_cast<float2*>(params.states) + (static_cast<i64>(part) * kMathGroups + wg) * kOwnRows;
 }
 
 // Packs 64 transposed rows (tokens or columns of V) to 16 bits, and stores them to a tile of query rows.
@@ -74,7 +73,8 @@ __device__ __forceinline__ void store_results(const Params& params, const Walk& 
         if (sum[i] != 0.0f && row.exists) {
             factor = reciprocal_approx(add_sink(params.attn_sink, params.sink_dtype, row.head, m[i], sum[i]));
             if constexpr (kFp8)
-                factor *= descale(params.v_descale, params.v_descale_stride_b, params.v_descale_stride_h, walk);
+                factor *=
+                    descale(params.v_descale, params.v_descale_stride_b, params.v_descale_stride_h, walk);
             lse = (m[i] + log2_approx(sum[i])) * kLn2;
         }
         if (row.exists && warp_idx == 0 && lane_index() < 4) {

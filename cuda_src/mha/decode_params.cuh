@@ -6,7 +6,7 @@
 
 constexpr Dtype kDtype = static_cast<Dtype>(DTYPE);
 constexpr int kMathGroups = MATH_GROUPS;  // warpgroups that compute
-constexpr int kOwnRows = GROUP_ROWS;   // query rows of each: 8, 16 or 32
+constexpr int kOwnRows = GROUP_ROWS;      // query rows of each: 8, 16 or 32
 constexpr int kTileRows = kMathGroups * kOwnRows;
 constexpr bool kSoftcap = SOFTCAP;
 constexpr bool kAlibi = ALIBI;
@@ -33,10 +33,10 @@ constexpr int kUnit = 16 / sizeof(CacheElement);          // columns in 16 bytes
 constexpr int kTileColumns = 128 / sizeof(CacheElement);  // of the next
 constexpr int kKTiles = ceil_div(D_QK, kTileColumns), kVTiles = ceil_div(D_V, kTileColumns);
 using Keys = SwizzledTile<kBlockTokens>;  // rows of 128 bytes of K or V of a block
-using Rows = SwizzledTile<kOwnRows>;   // 64 columns of Q or O, or tokens of P, of a warpgroup's rows
+using Rows = SwizzledTile<kOwnRows>;      // 64 columns of Q or O, or tokens of P, of a warpgroup's rows
 
 struct Params {
-    const QElement* q;  // [b, seqlen_q, heads, d_qk], or with cu_seqlens_q [total_q, heads, d_qk]
+    const QElement* q;      // [b, seqlen_q, heads, d_qk], or with cu_seqlens_q [total_q, heads, d_qk]
     CacheElement* k_cache;  // [blocks, tokens, KV heads, d_qk]; new tokens are written
     CacheElement* v_cache;
     u16* out;
@@ -46,8 +46,8 @@ struct Params {
     const u16* rotary_cos;  // [rotary_rows, rotary_dim / 2]; null: nothing is rotated
     const u16* rotary_sin;
     const int* cu_seqlens_q;
-    const int* cache_seqlens;    // [b]; null: cu_seqlens_k, else cache_length of all
-    const int* cu_seqlens_k;     // [b + 1], whose differences are lengths
+    const int* cache_seqlens;  // [b]; null: cu_seqlens_k, else cache_length of all
+    const int* cu_seqlens_k;   // [b + 1], whose differences are lengths
     const int* cu_seqlens_new;
     const int* cache_leftpad;    // [b]; null: 0
     const int* cache_batch_idx;  // [b]: the row of the table, or without one the block; null: r
@@ -80,9 +80,9 @@ struct Params {
     int rotary_dim, rotary_rows, rotary_interleaved;
     int rotates_by_token;  // query i is at the position of new token i, else at the first one's
     int alibi_stride_b, sink_dtype;
-    int max_tiles;  // of the longest request
+    int max_tiles;    // of the longest request
     int most_tokens;  // longer requests have their results from mha_forward.cu
-    int is_whole;   // a CTA attends a whole pair, whatever the batch
+    int is_whole;     // a CTA attends a whole pair, whatever the batch
     float empty_lse;
     float scale_log2;   // of scores in base 2; with a softcap its factor after tanh
     float score_scale;  // softcap: before tanh

@@ -138,7 +138,7 @@ class Tile(NamedTuple):
 
 @cache
 def tile_of(rows: int, d_qk: int, d_v: int, cache_fp8: bool = False) -> Tile:
-    """The tile for so many query rows of a KV head, for head dimensions."""
+    """The tile for the query rows of a KV head and head dimensions."""
     rows = next((size for size in TILE_ROWS if size >= rows), TILE_ROWS[-1])
     if cache_fp8 and d_v > _MOST_DIM_V_FP8:  # registers have no room for O and fragments of K or V
         rows = min(rows, TILE_ROWS[-2])

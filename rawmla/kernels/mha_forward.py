@@ -53,7 +53,7 @@ class Mods(NamedTuple):
 
 class RowCache(NamedTuple):
     """A cache whose tokens are rows, in place of k and v: cuda_src/mha/row_pages.cuh. The strides of k and v
-    are those of (block, token, head).
+    are of its dimensions (block, token, head).
     """
 
     num_blocks: int
@@ -62,7 +62,7 @@ class RowCache(NamedTuple):
     table_rows: int
     table_stride: int
     seqlen_new: int  # tokens of each request that the lengths of the cache leave out
-    skip_tokens: int  # requests with so many query tokens or fewer have no results
+    skip_tokens: int  # the most query tokens of a request that has no results
     is_whole: bool  # keys are not split
 
 

@@ -191,7 +191,7 @@ def _check_call(
 ) -> tuple[dict[str, Any], tuple[bool, ...]]:
     """Check the arrays and the numbers of a call.
 
-    Returns the fields of `MhaDecodeCall` but those of results, and which of q, k, v, rotary_cos and
+    Returns the fields of `MhaDecodeCall` without the strides of results, and which of q, k, v, rotary_cos and
     rotary_sin have to be copied.
     """
     views = arrays._asdict()

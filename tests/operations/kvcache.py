@@ -208,7 +208,7 @@ KVCACHE = Operation(
 KVCACHE_VARLEN = replace(
     KVCACHE,
     name="kvcache_varlen",
-    cases=(MIXED, CHUNKS),
+    cases=(CHUNKS, MIXED),
     arrays=(
         "q", "k_cache", "v_cache", "k", "v", "rotary_cos", "rotary_sin", "cache_seqlens", "block_table",
         "cu_seqlens_q", "cu_seqlens_k_new", "rotary_seqlens", "alibi_slopes",
