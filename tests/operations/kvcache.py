@@ -227,7 +227,9 @@ KVCACHE_VARLEN = replace(
     bad={
         "scale 0": wrong_value("softmax_scale", 0.0),
         "rotary positions without rotary": (
-            ValueError, "rotary_seqlens", lambda a: {"rotary_cos": None, "rotary_sin": None},
+            ValueError,
+            "rotary_seqlens",
+            lambda a: {"rotary_seqlens": a["cache_seqlens"], "rotary_cos": None, "rotary_sin": None},
         ),
     },
 )  # fmt: skip
