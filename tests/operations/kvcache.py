@@ -154,7 +154,6 @@ KVCACHE = Operation(
     small_cases=(
         KvCacheCase(lengths=(1,), h_q=1, h_kv=1),
         KvCacheCase(**FEW),
-        KvCacheCase(**FEW, page=None, s_q=3, causal=True, batch_idx=True),
         KvCacheCase(**FEW, **D64, page=1, sink="float32"),
         KvCacheCase(**{**FEW, **ENGINE}, page=64, s_q=2),
         KvCacheCase(**FEW, page=12, alibi="requests", softcap=15.0, dtype="float16"),
@@ -172,10 +171,9 @@ KVCACHE = Operation(
         KvCacheCase(**MANY, page=64),
         KvCacheCase(**MANY, new=1, rotary=1.0, causal=True),
         KvCacheCase(lengths=(8000,), h_q=32, h_kv=8, page=64),
-        KvCacheCase(**MANY, page=None, s_q=5, window=(300, 0), sink="float32", **D64),
     ),
     repeats=200,
-    graph_cases=(replace(DECODE, room=600), replace(DECODE, room=600, page=None, new=0, rotary=0.0)),
+    graph_cases=(replace(DECODE, room=600), replace(DECODE, room=600, page=None)),
     strides={
         "q": ROWS, "k": ROWS, "v": (*ROWS, "transposed"), "k_cache": IN_PLACE, "v_cache": IN_PLACE,
         "block_table": ("columns", "odd"),
@@ -203,6 +201,32 @@ KVCACHE = Operation(
         ),
     },
     changes=kvcache_changes,
+)  # fmt: skip
+
+CONTIGUOUS = KvCacheCase(
+    **LENGTHS, page=None, batch_idx=True, s_q=2, window=(200, 0), softcap=15.0, sink="bfloat16"
+)
+KVCACHE_ROWS = replace(
+    KVCACHE,
+    name="kvcache_rows",
+    cases=(CONTIGUOUS,),
+    arrays=("q", "k_cache", "v_cache", "cache_seqlens", "cache_batch_idx", "attn_sink"),
+    small_cases=(
+        KvCacheCase(**FEW, page=None, s_q=3, causal=True, batch_idx=True),
+        KvCacheCase(**TRIMMED, page=None, cache_layout="interleaved", s_q=70),
+    ),
+    rerun_cases=(KvCacheCase(**MANY, page=None, s_q=5, window=(300, 0), sink="float32", **D64),),
+    graph_cases=(replace(CONTIGUOUS, room=600),),
+    strides={"q": ROWS, "k_cache": IN_PLACE, "v_cache": IN_PLACE},
+    odd_last=("q",),
+    copied=(),
+    bad={
+        "k_cache of fewer columns": spoilt("k_cache", lambda x: x[..., :-8]),
+        "lengths twice": KVCACHE.bad["lengths twice"],
+        "rotary without k": (
+            ValueError, "rotary_cos", lambda a: dict.fromkeys(("rotary_cos", "rotary_sin"), a["q"][0, 0]),
+        ),
+    },
 )  # fmt: skip
 
 KVCACHE_VARLEN = replace(
