@@ -110,9 +110,11 @@ class Math {
         const int shift = request.length - request.q_len;  // from a query's number to its diagonal
         scale_log2 = params.scale_log2, score_scale = params.score_scale;
         if constexpr (kFp8) {
-            const float factor =
-                descale(params.q_descale, params.q_descale_stride_b, params.q_descale_stride_h, walk) *
+            float factor =
                 descale(params.k_descale, params.k_descale_stride_b, params.k_descale_stride_h, walk);
+            if constexpr (Q_FP8)
+                factor *=
+                    descale(params.q_descale, params.q_descale_stride_b, params.q_descale_stride_h, walk);
             (kSoftcap ? score_scale : scale_log2) *= factor;
         }
         Output o;

@@ -88,9 +88,9 @@ def flash_attn_with_kvcache(
         float32, rounded to q's dtype. Only with k, and not with FP8 caches. A position past the last row
         counts as the last.
     cache_seqlens : int or array, optional
-        int32 `[b]`, contiguous, or one number: tokens of each request in the cache. None: all s_cache (with
-        a `block_table` block_size). Where it and the new tokens come to 0 or less, out is 0 and nothing is
-        read.
+        int32 `[b]`, contiguous, or one number: tokens of each request in the cache. None: all s_cache, with
+        a `block_table` columns * block_size. Where it and the new tokens come to 0 or less, out is 0 and
+        nothing is read.
     cache_batch_idx : array, optional
         int32 `[b]`, contiguous: the row of the caches, or of `block_table`, that a request has.
     cache_leftpad : array, optional
@@ -112,8 +112,8 @@ def flash_attn_with_kvcache(
     rotary_seqlens : array, optional
         int32 `[b]`, contiguous: the first position for the rotation, in place of `cache_seqlens`.
     q_descale, k_descale, v_descale : array, optional
-        float32 `[b, h_kv]`, any strides, with FP8 caches: q, k and v are the stored numbers times these; None
-        is 1. Not looked at with other caches.
+        float32 `[b, h_kv]`, any strides: FP8 numbers of q, k and v stand for themselves times these; None is
+        1. Not looked at where q, or the caches, are not FP8.
     softmax_scale : float, optional
         Finite and positive; None is `d_qk**-0.5`.
     causal : bool

@@ -162,7 +162,7 @@ def attend_cache(arrays: CacheArrays, options: CacheOptions) -> tuple[Any, Any]:
             framework.current_stream(device),
             (q_ptr, k_cache[0], v_cache[0], out_ptr, pointer(lse), *addresses),
             0 if scratch is None else pointer(scratch),
-            k_cache[1][1] if length is None or not has_length else length,
+            length if has_length else NO_BOUND,
         )
     return out, lse
 
@@ -217,7 +217,7 @@ def _check_call(
         Arg("k", "=k_cache", f"{of_new} h_kv d_qk"),
         Arg("v", "=k_cache", f"{of_new} h_kv d_v"),
         *_OTHERS,
-        *[Arg(name, "float32", "b h_kv") for name in _DESCALES if is_fp8],
+        *[Arg(name, "float32", "b h_kv") for name in _DESCALES if q_fp8 or is_fp8 and name != "q_descale"],
         Arg("out", "bfloat16" if q_fp8 else "=q", f"{rows} h_q d_v"),
     )
     check_arguments(table, views, sizes)

@@ -101,8 +101,12 @@ def flash_attn_with_kvcache(
     slopes = slopes_of(alibi_slopes, b, h_q)
     sinks = sinks_of(read_given(attn_sink, "attn_sink", FLOAT_DTYPES, (h_q,)), h_q)
     descales = [
-        _read_descale(x, name, b, h_kv, is_fp8=keys.dtype == _FP8)
-        for x, name in ((q_descale, "q_descale"), (k_descale, "k_descale"), (v_descale, "v_descale"))
+        _read_descale(x, name, b, h_kv, is_fp8=array.dtype == _FP8)
+        for x, name, array in (
+            (q_descale, "q_descale", queries),
+            (k_descale, "k_descale", keys),
+            (v_descale, "v_descale", values),
+        )
     ]
     out_dtype = "bfloat16" if queries.dtype == _FP8 else queries.dtype
     check_target(out, "out", (out_dtype,), (*queries.shape[:-1], d_v))
@@ -212,7 +216,7 @@ def _read_lengths(
 
 
 def _read_descale(x: Any, name: str, b: int, h_kv: int, *, is_fp8: bool) -> Floats:
-    """Return factors `[b, h_kv]`, 1 for None and with caches that are not FP8."""
+    """Return factors `[b, h_kv]`, 1 for None and of what is not FP8."""
     given = read_given(x, name, ("float32",), (b, h_kv)) if is_fp8 else None
     return np.ones((b, h_kv)) if given is None else given.floats
 

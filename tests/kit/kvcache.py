@@ -460,7 +460,9 @@ def reference(inputs: KvCacheInputs) -> tuple[Any, Any]:
             x.to(torch.float64) for x in (queries, take(k_cache, places), take(v_cache, places))
         )
         if inputs.k_descale is not None:
-            factors = inputs.k_descale[r].double() * inputs.q_descale[r].double()
+            factors = inputs.k_descale[r].double()
+            if case.dtype == FP8:
+                factors = factors * inputs.q_descale[r].double()
             queries = queries * factors.repeat_interleave(group)[:, None]
             values = values * inputs.v_descale[r].double()[:, None]
         slopes = inputs.alibi_slopes
