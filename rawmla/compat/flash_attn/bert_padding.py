@@ -18,7 +18,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Return `rearrange` or `repeat` of einops, which programs import from here; nothing else needs einops."""
+    """Return `rearrange` or `repeat` of einops, which programs import from here."""
     if name in ("rearrange", "repeat"):
         return getattr(import_module("einops"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,418 @@
+"""Every call that flash-attn binds, ours binds too, and with the same meaning and the same form of results.
+
+tests/data/flash_attn_surface.json has the signatures of the three generations, as their Python source has
+them. The core functions are stubs here that note what reaches them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import timeit
+import warnings
+from collections.abc import Callable
+from math import inf
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import rawmla  # noqa: E402
+from rawmla.api import dense, dense_backward  # noqa: E402
+from rawmla.compat import usage  # noqa: E402
+from rawmla.compat.flash_attn import (  # noqa: E402
+    bert_padding,
+    fa2,
+    fa2_cuda,
+    fa3,
+    fa3_config,
+    fa3_ops,
+    fa4,
+    refusals,
+    rotary,
+)
+
+TABLE = json.loads((Path(__file__).parent / "data" / "flash_attn_surface.json").read_text())
+MODULES = {
+    "flash_attn.flash_attn_interface": fa2,
+    "flash_attn_interface": fa3,
+    "flash_attn.cute.interface": fa4,
+    "flash_attn.bert_padding": bert_padding,
+    "flash_attn.layers.rotary": rotary,
+    "flash_attn.ops.triton.rotary": rotary,
+}
+FUNCTIONS = [(module, name) for module, functions in TABLE["functions"].items() for name in functions]
+ADDED = {"s_aux", "seqused_k", "out"}
+OVERHEAD_US = 2.0
+B, S, H, D = 2, 3, 4, 8
+
+
+def upstream(module: str, name: str) -> inspect.Signature:
+    return inspect.signature(eval(f"lambda {TABLE['functions'][module][name][1:-1]}: None", {"torch": torch}))
+
+
+def ours(module: str, name: str) -> Callable[..., Any]:
+    function = MODULES[module]
+    for part in name.split("."):
+        function = getattr(function, part)
+    return function  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(("module", "name"), FUNCTIONS)
+def test_signature(module: str, name: str) -> None:
+    theirs, mine = [upstream(module, name), inspect.signature(ours(module, name))]
+    assert not any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in mine.parameters.values())
+    added = [p for p in mine.parameters.values() if p.kind is p.KEYWORD_ONLY]
+    assert {p.name for p in added} <= ADDED and all(p.default is None for p in added)
+    listed = [(p.name, p.default) for p in mine.parameters.values() if p not in added]
+    assert listed == [(p.name, p.default) for p in theirs.parameters.values()]
+    assert inspect.isfunction(ours(module, name)) and inspect.getfullargspec(ours(module, name)).args
+
+
+def test_other_names() -> None:
+    for name, count in TABLE["extension"].items():
+        assert len(inspect.signature(getattr(fa2_cuda, name)).parameters) == count, name
+    for name in ("forward", "backward", "varlen_forward", "varlen_backward"):
+        assert getattr(fa2, f"_wrapped_flash_attn_{name}") is getattr(fa2, f"_flash_attn_{name}")
+    public = [name for name in fa2.__all__ if not name.startswith("_")]
+    assert len(public) == 7 and rotary.apply_rotary_emb_func is rotary.apply_rotary_emb
+    for name, schema in fa3_ops.SCHEMAS.items():
+        defined = str(getattr(torch.ops.flash_attn_3, name).default._schema)
+        assert defined.replace("softcap=0.,", "softcap=0.0,") == f"flash_attn_3::{name}{schema}"
+    arguments = torch.ops.flash_attn_3.fwd.default._schema.arguments
+    assert [a.default_value for a in arguments] == list(fa3_ops._FWD_DEFAULTS)
+    flags = fa3_config.CONFIG["build_flags"]
+    assert not flags["FLASHATTENTION_DISABLE_HDIM256"] and flags["FLASHATTENTION_DISABLE_FP8"]
+
+
+def kvcache(
+    q, k_cache, v_cache, k=None, v=None, *, rotary_cos=None, rotary_sin=None, cache_seqlens=None,
+    cache_batch_idx=None, cache_leftpad=None, block_table=None, cu_seqlens_q=None, max_seqlen_q=None,
+    cu_seqlens_k=None, cu_seqlens_k_new=None, rotary_seqlens=None, q_descale=None, k_descale=None,
+    v_descale=None, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, attention_chunk=0,
+    rotary_interleaved=True, alibi_slopes=None, attn_sink=None, num_splits=0, out=None,
+):  # fmt: skip
+    """The signature of `rawmla.flash_attn_with_kvcache`."""
+
+
+class Reached(NamedTuple):
+    function: str
+    given: dict[str, Any]
+
+
+@pytest.fixture
+def reached(monkeypatch: pytest.MonkeyPatch) -> list[Reached]:
+    """Calls of the stub core, with its own defaults. Its first query sees no key."""
+    noted: list[Reached] = []
+
+    def stub(home: Any, name: str, core: Callable[..., Any]) -> None:
+        form = inspect.signature(core)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            bound = form.bind(*args, **kwargs)
+            bound.apply_defaults()
+            noted.append(Reached(name, dict(bound.arguments)))
+            given = noted[-1].given
+            if "backward" in name:
+                return given["dq"], given["dk"], given["dv"]
+            q = given["qkv"].unbind(1)[0] if "qkv" in given else given["q"]
+            out = torch.empty_like(q) if given["out"] is None else given["out"]
+            lse = torch.zeros(q.transpose(-3, -2).shape[:-1])  # heads before tokens
+            lse.view(-1)[0] = -inf
+            return out, lse if name == "flash_attn_func" else lse.transpose(-1, -2)
+
+        monkeypatch.setattr(home, name, call, raising=False)
+
+    for name in dense.__all__:
+        stub(dense, name, getattr(dense, name))
+    for name in dense_backward.__all__:
+        stub(dense_backward, name, getattr(dense_backward, name))
+    stub(rawmla, "flash_attn_with_kvcache", kvcache)
+    return noted
+
+
+def array(*shape: int, dtype: Any = torch.bfloat16) -> Any:
+    return torch.ones(shape, dtype=dtype)
+
+
+def ints(*shape: int) -> Any:
+    return torch.ones(shape, dtype=torch.int32)
+
+
+FLAGS = "causal is_causal deterministic return_attn_probs return_softmax_lse return_lse return_softmax"
+NUMBERS = "softmax_scale max_seqlen max_seqlen_q max_seqlen_k softcap".split()
+NONE = (
+    "qv score_mod score_mod_bwd mask_mod aux_tensors aux_scalars block_sparse_tensors num_heads_q pack_gqa "
+    "block_sparse_tensors_bwd gather_kv_indices k_new v_new kv_batch_idx leftpad_k rng_state min_seqlen_k "
+    "scheduler_metadata seqlen_k_per_split"
+)
+FIXED = {
+    **dict.fromkeys(NONE.split()),
+    **{"dropout_p": 0.0, "num_splits": 1, "sm_margin": 0, "zero_tensors": False, "attention_chunk": 0},
+    **{"disable_scheduler_metadata": True, "rotary_interleaved": False},
+}
+IGNORED = {"q_descale", "k_descale", "v_descale", "seqlens_rotary", "cu_seqlens_k_new"}
+IGNORED |= {*FIXED, *FLAGS.split()[2:]}
+"""Arguments that need not reach the core: some are for other kinds of calls."""
+CORE_NAMES = {
+    "s_aux": "attn_sink",
+    "learnable_sink": "attn_sink",
+    "page_table": "block_table",
+    "is_causal": "causal",
+    "softmax_lse": "lse",
+    "out_": "out",
+    "sequed_q": "seqused_q",
+    "sequed_k": "seqused_k",
+}
+
+
+def values(module: str, name: str) -> dict[str, Any]:
+    """A value for every argument, if possible anything but its default, so that a swap of two shows."""
+    varlen = "varlen" in name or (module == "flash_attn_interface" and name.startswith("_"))
+    tokens = (S,) if varlen else (B, S)
+    made: dict[str, Any] = {}
+    for place, parameter in enumerate(inspect.signature(ours(module, name)).parameters):
+        value: Any = torch.ones(H, place + 1)
+        if parameter in FIXED or ("kvcache" not in name and parameter in ("block_table", "page_table")):
+            value = FIXED.get(parameter)
+        elif parameter in FLAGS.split():
+            value = True
+        elif parameter in NUMBERS:
+            value = place + 2 if "max" in parameter else place + 0.5
+        elif parameter.startswith("window_size"):
+            value = (place, place + 1) if parameter == "window_size" else place
+        elif "seqlens" in parameter or "used_" in parameter or "idx" in parameter:
+            value = ints(B + 1)
+        elif parameter in ("qkv", "kv"):
+            value = array(*tokens, len(parameter), H, D)
+        elif parameter in ("q", "k", "v", "out", "out_", "dout", "k_cache", "v_cache"):
+            value = array(*tokens, H, D)
+        elif "sink" in parameter or parameter == "s_aux":
+            value = torch.ones(H)
+        made[parameter] = value
+    return made
+
+
+def same(x: Any, y: Any) -> bool:
+    if isinstance(x, torch.Tensor):
+        return isinstance(y, torch.Tensor) and x.data_ptr() == y.data_ptr()
+    return bool(x == y)
+
+
+ATTEND = [
+    (module, name) for module, name in FUNCTIONS
+    if "flash_attn_" in name and MODULES[module] in (fa2, fa3, fa4) and name != "flash_attn_combine"
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("module", "name"), ATTEND)
+def test_calls(reached: list[Reached], module: str, name: str) -> None:
+    """Every number of positional arguments, the rest by keyword."""
+    form = inspect.signature(ours(module, name)).parameters
+    given = values(module, name)
+    order = [p.name for p in form.values() if p.kind is not p.KEYWORD_ONLY]
+    for count in range(len(order) + 1):
+        head = [given[parameter] for parameter in order[:count]]
+        ours(module, name)(*head, **{key: x for key, x in given.items() if key not in order[:count]})
+    assert len(reached) == len(order) + 1
+    if "window_size_left" in given:
+        given["window_size"] = given.pop("window_size_left"), given.pop("window_size_right")
+    for function, got in reached:
+        assert (function == "flash_attn_with_kvcache") == ("kvcache" in name)
+        for parameter, value in given.items():
+            to = CORE_NAMES.get(parameter, parameter)
+            if to in got and value is not None:
+                assert same(value, got[to]), parameter
+            else:
+                unpacked = parameter in ("qkv", "kv") and "varlen" not in name
+                without_cache = parameter.startswith("rotary") and "kvcache" not in name
+                assert unpacked or without_cache or value is None or parameter in IGNORED, parameter
+
+
+@pytest.mark.parametrize("module", [fa2, fa3, fa4])
+def test_results(reached: list[Reached], module: Any) -> None:
+    """What comes back, by generation; the first query sees no key."""
+    q, x = array(B, H, S, D).transpose(1, 2), array(B, S - 1, H, D)
+    packed, starts = array(S, H, D), ints(B + 1)
+    varlen = (packed, packed, packed, starts, starts, S, S)
+    if module is fa4:
+        out, none = fa4.flash_attn_func(q, x, x)
+        assert out.is_contiguous() and none is None
+        sink = torch.full((H,), 2.0)
+        _, lse = fa4.flash_attn_func(q, x, x, learnable_sink=sink, return_lse=True)
+        assert lse[0, 0, 0] == 2.0 and lse[1, 1, 1] > 2.0 and lse.shape == (B, H, S)
+        _, lse = fa4.flash_attn_func(q.clone().requires_grad_(), x, x)
+        assert lse[0, 0, 0] == -inf
+        out, lse = fa4.flash_attn_varlen_func(
+            packed, packed, packed, None, starts, starts, S, S, return_lse=True
+        )
+        assert lse.shape == (H, S) and lse.is_contiguous()
+        fa4.flash_attn_varlen_func(q, x, x, seqused_k=starts[:B])
+        assert reached[-1].function == "flash_attn_with_kvcache"
+        return
+    empty = inf if module is fa2 else -inf
+    out = module.flash_attn_func(q, x, x)
+    assert out.is_contiguous() is (module is fa3) and out.shape == q.shape
+    out, lse, *rest = module.flash_attn_func(q, x, x, return_attn_probs=True)
+    assert lse.shape == (B, H, S) and lse[0, 0, 0] == empty and lse[1, 1, 1] == 0
+    assert [(r.dtype, r.shape) for r in rest] == [(q.dtype, (0,))] * (module is fa2)
+    out, lse, *rest = module.flash_attn_varlen_func(*varlen, return_attn_probs=True)
+    assert lse.shape == (H, S) and lse.is_contiguous() and lse[0, 0] == empty and len(rest) == (module is fa2)
+    assert torch.is_tensor(module.flash_attn_with_kvcache(q, x, x))
+    out, lse, *rest = module.flash_attn_with_kvcache(q, x, x, return_softmax_lse=True)
+    assert lse.shape == (B, H, S) and lse[0, 0, 0] == empty and len(rest) == 2 * (module is fa3)
+
+
+def test_private_results(reached: list[Reached]) -> None:
+    q, packed, starts = array(B, S, H, D), array(S, H, D), ints(B + 1)
+    out, lse, probabilities, state = fa2._flash_attn_forward(
+        q, q, q, 0.0, 1.0, False, -1, -1, 0.0, None, False
+    )
+    assert lse.shape == (B, H, S) and probabilities.shape == (0,) and state.dtype is torch.int64
+    four = fa2._flash_attn_varlen_forward(
+        packed, packed, packed, starts, starts, S, S, 0.0, 1.0, False, zero_tensors=True
+    )
+    assert four[1].shape == (H, S) and not four[0].any() and four[0] is reached[-1].given["out"]
+    pages, table = array(9, 16, H, D), ints(B, 3)
+    fa2._flash_attn_varlen_forward(
+        packed, pages, pages, starts, starts, S, S, 0.0, 1.0, True, block_table=table, leftpad_k=starts
+    )
+    got = reached[-1].given
+    assert got["cache_leftpad"] is got["cu_seqlens_k"] is starts and got["cache_seqlens"] is None
+    with pytest.raises(RuntimeError, match="num_splits > 1 is not supported"):
+        fa2._flash_attn_varlen_forward(
+            packed, pages, pages, starts, starts, S, S, 0.0, 1.0, False, block_table=table, num_splits=2
+        )
+    fa2.flash_attn_varlen_func(
+        packed, pages, pages, starts, starts, S, 48, block_table=table, seqused_k=starts[:B]
+    )
+    got = reached[-1].given
+    assert got["cu_seqlens_k"] is None and got["cache_seqlens"].shape == (B,) and got["max_seqlen_q"] == S
+    out, lse, *_ = fa3._flash_attn_forward(q, q, q, q, q, seqused_k=starts[:B], num_splits=3)
+    assert reached[-1].function == "flash_attn_with_kvcache" and reached[-1].given["num_splits"] == 3
+    out, *rest = fa3_ops._fwd(q.requires_grad_(), q, q)
+    assert reached[-1].function == "flash_attn_func" and len(rest) == 3 and not out.requires_grad
+    assert len(fa3_ops._bwd(q, q, q, q, q, lse)) == 5
+    dq, dk, dv, nothing = fa2_cuda.bwd(q, q, q, q, q, lse, q, q, q, None, 0.0, 1.0, True, -1, -1, 0.0, True)
+    assert reached[-1].given["causal"] is reached[-1].given["deterministic"] is True and dq is q
+    assert len(fa2_cuda.fwd_kvcache(*[q] * 3, *[None] * 10, 1.0, True, -1, -1, 0.0, True, 4)) == 2
+    assert reached[-1].given["num_splits"] == 4
+
+
+@pytest.mark.parametrize("window", [(3, 4), [3, 4], torch.tensor([3, 4])], ids=["tuple", "list", "tensor"])
+def test_windows_and_lengths(reached: list[Reached], window: Any) -> None:
+    q, starts = array(S, H, D), ints(B + 1)
+    fa2.flash_attn_varlen_func(
+        q, q, q, starts, starts, torch.tensor(7), torch.tensor(8), window_size=window, s_aux=starts
+    )
+    got = reached[-1].given
+    assert tuple(got["window_size"]) == (3, 4) and got["attn_sink"] is starts
+    assert (got["max_seqlen_q"], got["max_seqlen_k"]) == (7, 8) and type(got["max_seqlen_q"]) is int
+    on_device = torch.empty((), dtype=torch.int32, device="meta")  # reading one raises
+    for function in (fa2.flash_attn_varlen_func, fa3.flash_attn_varlen_func):
+        function(q, array(5, H, D), array(5, H, D), starts, starts, on_device, on_device)
+        assert (reached[-1].given["max_seqlen_q"], reached[-1].given["max_seqlen_k"]) == (S, 5)
+    fa2.flash_attn_varlen_qkvpacked_func(array(S, 3, H, D), starts, on_device)
+    assert reached[-1].given["max_seqlen"] == S
+    fa3.flash_attn_with_kvcache(q, q, q, cu_seqlens_q=starts, max_seqlen_q=on_device, cu_seqlens_k_new=starts)
+    assert reached[-1].given["max_seqlen_q"] == S and reached[-1].given["cu_seqlens_k_new"] is None
+    fa3.flash_attn_qkvpacked_func(array(B, S, H + 4, D), num_heads_q=H)
+    assert reached[-1].given["q"].shape[2] == H and reached[-1].given["v"].shape[2] == 2
+
+
+def test_dropout(reached: list[Reached]) -> None:
+    q = array(B, S, H, D)
+    wanted = r'dropout_p: rawmla has no dropout, got 0.1; .*install_flash_attn\(dropout="ignore"\)'
+    with pytest.raises(ValueError, match=wanted):
+        fa2.flash_attn_func(q, q, q, 0.1)
+    refusals.set_dropout("ignore")
+    try:
+        with pytest.warns(UserWarning, match="0.1 is taken as 0"):
+            fa2.flash_attn_func(q, q, q, 0.1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            fa2.flash_attn_func(q, q, q, 0.1)
+    finally:
+        refusals.set_dropout("error")
+    assert [one.given["dropout_p"] for one in reached] == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "error", "text"),
+    [
+        (fa2.flash_attn_func, {"q": array(1, 1, 1, 8, dtype=torch.float32)}, TypeError,
+         "q: expected bfloat16 or float16, got float32; cast the model"),
+        (fa2.flash_attn_func, {"q": None}, TypeError, "q: expected a tensor, got NoneType"),
+        (fa3.flash_attn_func, {"q": array(1, 1, 1, 8).to(torch.float8_e4m3fn)}, NotImplementedError,
+         "q: not supported by rawmla in float8_e4m3fn"),
+        (fa3.flash_attn_func, {"qv": array(1)}, NotImplementedError, "qv: not supported by rawmla; call"),
+        (fa3.flash_attn_func, {"attention_chunk": 4}, NotImplementedError, "attention_chunk: not supported"),
+        (fa3.flash_attn_func, {"num_splits": -1}, ValueError, "num_splits: expected at least 0, got -1"),
+        (fa3.flash_attn_func, {"pack_gqa": 1}, TypeError, "pack_gqa: expected None or a bool, got int"),
+        (fa3.flash_attn_func, {"sm_margin": None}, TypeError, "sm_margin: expected an int, got NoneType"),
+        (fa3.flash_attn_with_kvcache, {"scheduler_metadata": array(3)}, TypeError, "scheduler_metadata: exp"),
+        (fa3.flash_attn_with_kvcache, {"scheduler_metadata": ints(3, 2)}, ValueError, "scheduler_metadata"),
+        (fa3.flash_attn_qkvpacked_func, {"qkv": array(1, 2, 3, 8)}, ValueError, "num_heads_q: expected an"),
+        (fa4.flash_attn_func, {"mask_mod": len}, NotImplementedError, "mask_mod: .*rawmla.flex_attention"),
+        (fa4.flash_attn_varlen_func, {"seqused_q": ints(1)}, NotImplementedError, "seqused_q: not supp"),
+    ],
+)  # fmt: skip
+def test_refusals(reached: list[Reached], function: Any, arguments: Any, error: Any, text: str) -> None:
+    names = [p.name for p in inspect.signature(function).parameters.values()]
+    needed = {name: array(1, 1, 1, 8) for name in ("q", "k", "v", "k_cache", "v_cache") if name in names}
+    with pytest.raises(error, match=text):
+        function(**needed | arguments)
+    assert not reached
+
+
+def test_metadata_and_combine() -> None:
+    given = (5, 1, 4096, 8, 2, 128, ints(5))
+    sizes = [
+        fa3.get_scheduler_metadata(*given, **more).shape[0]
+        for more in ({}, {"causal": True}, {"window_size": (64, 0)}, {"window_size": (9999, 9999)})
+    ]
+    assert sizes == [1 + 8 * 3, 1 + 8 * 4, 1 + 8 * 3, 1 + 8 * 3]
+    scores, v = torch.randn(B, S, H, 12), torch.randn(B, S, H, 12, D)
+    scores[0, 0, 0] = -inf
+    scores[:, :, 1, :4] = -inf
+    parts = scores.unflatten(-1, (3, 4)).movedim(-2, 0)
+    lses = parts.logsumexp(-1)
+    outs = parts.softmax(-1).unsqueeze(-2) @ v.unflatten(-2, (3, 4)).movedim(-3, 0)
+    out, lse = fa3.flash_attn_combine(outs.squeeze(-2), lses)
+    expected = (scores.softmax(-1).nan_to_num().unsqueeze(-2) @ v).squeeze(-2)
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(lse, scores.logsumexp(-1))
+    assert lse.transpose(1, 2).is_contiguous()
+    whole = torch.empty_like(out)
+    assert fa3.flash_attn_combine(outs.squeeze(-2), lses, whole)[0] is whole and torch.equal(whole, out)
+
+
+def test_status_and_overhead(reached: list[Reached], monkeypatch: pytest.MonkeyPatch) -> None:
+    q = array(B, S, H, D)
+    monkeypatch.setattr(usage.USED["flash_attn.flash_attn_func"], "calls", 0)
+    fa2.flash_attn_func(q, q, q)
+    noted = rawmla.compat.status()["functions"]["flash_attn.flash_attn_func"]
+    assert noted == {"calls": 1, "called_as": "FlashAttention-2", "shapes": [q.shape, q.shape]}
+    result = q, q[..., 0]
+
+    def core(*arguments: Any, **options: Any) -> tuple[Any, ...]:
+        return result
+
+    monkeypatch.setattr(dense, "flash_attn_func", core)
+    monkeypatch.setattr(dense, "flash_attn_varlen_func", core)
+    monkeypatch.setattr(rawmla, "flash_attn_with_kvcache", core, raising=False)
+    starts = ints(B + 1)
+    for module in (fa2, fa3):
+        for function, given in (
+            (module.flash_attn_func, (q, q, q)),
+            (module.flash_attn_varlen_func, (q, q, q, starts, starts, S, S)),
+            (module.flash_attn_with_kvcache, (q, q, q)),
+        ):
+            mine, alone = (
+                min(timeit.repeat(lambda f=f, x=given: f(*x), number=1000, repeat=15))
+                for f in (function, core)
+            )
+            overhead = (mine - alone) / 1000 * 1e6
+            assert overhead < OVERHEAD_US, f"{module.__name__} {function.__name__}: {overhead:.2f} us"
