@@ -90,8 +90,9 @@ def apply_rotary(
     else:
         first, second = view[..., :half], view[..., half:]
     a, b = first.float(), second.float()
-    first.copy_(a * c - b * s)
-    second.copy_(a * s + b * c)
+    turned = a * c - b * s, a * s + b * c  # both before either is written: a may be a view
+    first.copy_(turned[0])
+    second.copy_(turned[1])
     return out
 
 

@@ -1,0 +1,241 @@
+"""How programs get `flash_attn` and its kin from rawmla, and what they find out about them. Without a GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import fresh
+import pytest
+
+from rawmla.compat.flash_attn import check, install
+
+pytest.importorskip("torch")
+
+ROOT = Path(__file__).resolve().parents[1]
+ASK = '''
+import importlib.metadata as metadata, importlib.util, sys
+def ask(version):
+    """transformers' checks, without the one for a GPU."""
+    module, distribution, oldest = {
+        2: ("flash_attn", "flash-attn", (2, 3, 3)),
+        3: ("flash_attn_interface", "flash-attn-3", (3,)),
+        4: ("flash_attn", "flash-attn-4", (4,)),
+    }[version]
+    if importlib.util.find_spec(module) is None:
+        return False
+    owners = metadata.packages_distributions().get(module, ())
+    if distribution not in [name.replace("_", "-") for name in owners]:
+        return False
+    return tuple(map(int, metadata.version(distribution).split(".")[:2])) >= oldest[:2]
+answers = lambda: [ask(version) for version in (2, 3, 4)]
+'''
+
+
+def run(
+    code: str, cwd: Path, *path: Path, arguments: tuple[str, ...] = (), **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """A process that finds `path` and then rawmla; with `arguments`, instead of code, a fresh interpreter."""
+    folders = os.pathsep.join(map(str, (*path, ROOT)))
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("RAWMLA_")}
+    environment = {**kept, "PYTHONPATH": folders, **variables}
+    if not arguments:
+        return fresh.run(("-c", code), cwd, environment)
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120)
+
+
+def succeeds(code: str, cwd: Path, *path: Path, **options: object) -> str:
+    answer = run(code, cwd, *path, **options)  # type: ignore[arg-type]
+    assert answer.returncode == 0, answer.stderr
+    return answer.stdout
+
+
+@pytest.fixture
+def foreign(tmp_path: Path) -> Path:
+    """A folder with a flash_attn that is not ours, and a module of it that rawmla does not have."""
+    package = tmp_path / "site" / "flash_attn"
+    package.mkdir(parents=True)
+    for name in ("__init__", "losses", "bert_padding"):
+        (package / f"{name}.py").write_text("whose = 'theirs'\n")
+    return tmp_path / "site"
+
+
+def test_this_process_and_its_children(tmp_path: Path) -> None:
+    code = f"""{ASK}
+import os, rawmla
+before = list(sys.path)
+assert answers() == [False] * 3
+rawmla.install_flash_attn()
+rawmla.install_flash_attn((2, 3))
+assert answers() == [True, True, False] and len(sys.path) == len(before) + 2
+assert metadata.version("flash_attn") == metadata.version("flash-attn") == "2.8.3"
+import flash_attn, flash_attn_2_cuda, flash_attn_interface, flash_attn_3, flash_attn_config
+import flash_attn_3.flash_attn_interface, flash_attn.flash_attn_interface as interface
+from flash_attn.bert_padding import pad_input, unpad_input
+from flash_attn.layers.rotary import RotaryEmbedding, apply_rotary_emb
+from flash_attn.ops.triton.rotary import apply_rotary
+assert flash_attn.flash_attn_func is interface.flash_attn_func and interface._flash_attn_forward
+assert flash_attn.__version__ == "2.8.3" and flash_attn.__rawmla__ == rawmla.__version__
+assert flash_attn_3.flash_attn_func is flash_attn_interface.flash_attn_func is not interface.flash_attn_func
+for name in ("losses.cross_entropy", "ops.triton.cross_entropy", "ops.rms_norm", "modules", "models", "cute",
+             "flash_blocksparse_attention"):
+    try:
+        importlib.import_module("flash_attn." + name)
+        print("imported", name)
+    except ImportError:
+        pass
+torch = sys.modules["torch"]
+assert not torch.cuda.is_initialized() and hasattr(torch.ops.flash_attn_3, "bwd")
+from torch.nn import attention
+if hasattr(attention, "activate_flash_attention_impl"):
+    attention.activate_flash_attention_impl("FA3")
+assert set(rawmla.compat.status()["flash_attn"]) == {{
+    "flash_attn", "flash_attn_2_cuda", "flash_attn_interface", "flash_attn_3", "flash_attn_config"}}
+child = os.fork()
+if not child:
+    os._exit(0 if answers() == [True, True, False] else 1)
+assert os.waitpid(child, 0)[1] == 0
+rawmla.install_flash_attn(4)
+assert answers() == [True] * 3
+import flash_attn.cute.interface
+assert flash_attn.cute.flash_attn_func is not flash_attn.flash_attn_func
+rawmla.uninstall_flash_attn()
+rawmla.uninstall_flash_attn()
+assert sys.path == before and answers() == [False] * 3
+assert not [name for name in sys.modules if name.startswith("flash_attn")]
+"""
+    assert succeeds(code, tmp_path) == ""
+
+
+@pytest.mark.parametrize("imported", (False, True))
+def test_foreign_module(tmp_path: Path, foreign: Path, imported: bool) -> None:
+    code = f"""
+import sys, rawmla
+if {imported}:
+    import flash_attn.losses
+    theirs = flash_attn
+try:
+    rawmla.install_flash_attn()
+except RuntimeError as error:
+    print(error)
+path = list(sys.path)
+rawmla.install_flash_attn(replace=True)
+import flash_attn.bert_padding
+assert flash_attn.__rawmla__ and not hasattr(flash_attn.bert_padding, "whose") and len(sys.path) > len(path)
+try:
+    import flash_attn.losses
+except ImportError:
+    print("no losses")
+rawmla.uninstall_flash_attn()
+import flash_attn
+print(flash_attn.whose, {imported} and flash_attn is theirs)
+"""
+    error, losses, whose = succeeds(code, tmp_path, foreign).splitlines()
+    assert error.startswith("replace: expected True, because another flash_attn is ")
+    assert str(foreign) in error and "install_flash_attn(replace=True)" in error
+    assert losses == "no losses" and whose == f"theirs {imported}"
+
+
+def test_beside_the_wheel_of_flash_attention_4(tmp_path: Path) -> None:
+    """That wheel has a folder without an __init__.py. It stays whose it is, unless ours is asked for."""
+    package = tmp_path / "site" / "flash_attn" / "cute"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("whose = 'theirs'\n")
+    code = """
+import rawmla
+rawmla.install_flash_attn()
+import flash_attn.cute
+print(flash_attn.__rawmla__ == rawmla.__version__, flash_attn.cute.whose)
+try:
+    rawmla.install_flash_attn((2, 4))
+except RuntimeError as error:
+    print(error)
+"""
+    first, error = succeeds(code, tmp_path, tmp_path / "site").splitlines()
+    assert first == "True theirs" and "another flash_attn.cute is imported from" in error
+
+
+def test_after_transformers(tmp_path: Path) -> None:
+    """transformers looks for distributions once, at its import."""
+    code = """
+import sys, types, rawmla
+sys.modules["transformers.utils.import_utils"] = module = types.ModuleType("import_utils")
+module.PACKAGE_DISTRIBUTION_MAPPING = {"flash_attn": ["flash_attn"]}
+rawmla.install_flash_attn(2)
+try:
+    rawmla.install_flash_attn((2, 3))
+except RuntimeError as error:
+    print(error)
+for wrong in ({"versions": 5}, {"versions": ()}, {"dropout": "yes"}):
+    try:
+        rawmla.install_flash_attn(**wrong)
+    except ValueError as error:
+        print(error)
+"""
+    late, *wrong = succeeds(code, tmp_path).splitlines()
+    assert "before transformers is imported" in late and "there is no flash-attn-3" in late
+    assert wrong == [
+        "versions: expected some of 2, 3 and 4, got 5",
+        "versions: expected some of 2, 3 and 4, got ()",
+        "dropout: expected 'error' or 'ignore', got 'yes'",
+    ]
+
+
+def test_command(tmp_path: Path) -> None:
+    """A program, its arguments, and the processes that it spawns."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"{ASK}\n"
+        "import os, subprocess\n"
+        "print(sys.argv[1:], answers(), os.environ['RAWMLA_FLASH_ATTN_DROPOUT'], flush=True)\n"
+        "code = 'import flash_attn_interface as x; print(x.__rawmla__)'\n"
+        "subprocess.run([sys.executable, '-c', code], check=True)\n"
+    )
+    command = (
+        "-m",
+        "rawmla",
+        "flash-attn",
+        "--fa",
+        "3",
+        "--dropout",
+        "ignore",
+        "--",
+        str(script),
+        "--fa",
+        "--",
+    )
+    answer = run("", tmp_path, arguments=command)
+    assert answer.returncode == 0, answer.stderr
+    from rawmla import __version__
+
+    assert answer.stdout == f"['--fa', '--'] [False, True, False] ignore\n{__version__}\n"
+
+
+def test_path_and_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: object) -> None:
+    from rawmla import cli
+
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert cli.main(["flash-attn", "--path"]) == 0
+    (line,) = capsys.readouterr().out.splitlines()  # type: ignore[attr-defined]
+    assert line == os.pathsep.join(install.folders((2, 3))) and all(
+        map(Path.is_dir, map(Path, line.split(":")))
+    )
+    for name in ("flash_attn", "flash_attn_interface"):
+        assert name not in sys.modules
+    (tmp_path / "transformers").mkdir()
+    (tmp_path / "transformers" / "__init__.py").write_text(
+        "__version__ = '5.24.0'\nfrom types import SimpleNamespace\n"
+        "utils = SimpleNamespace(is_flash_attn_3_available=lambda: False)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert cli.main(["flash-attn", "--check"]) == 0
+    two, three, four, real = capsys.readouterr().out.splitlines()  # type: ignore[attr-defined]
+    sys.modules.pop("transformers")
+    assert two.startswith("is_flash_attn_2_available: ") and "fa2/flash_attn/__init__.py" in two
+    assert "yes" in three or "no, torch.cuda.is_available() is False (flash_attn_interface is" in three
+    assert four.startswith("is_flash_attn_4_available: no, it is of flash-attn, not of flash-attn-4 (")
+    assert real == "transformers 5.24.0, is_flash_attn_3_available(): False"
+    assert check.OLDEST == (2, 3, 3)
