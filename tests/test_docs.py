@@ -144,7 +144,7 @@ def test_names_exist() -> None:
 
 
 def test_options_exist() -> None:
-    programs = [["-m", "rawmla", command] for command in ("info", "compile", "flash-mla")]
+    programs = [["-m", "rawmla", command] for command in ("info", "compile", "flash-mla", "flash-attn")]
     programs.append(["-m", "tests.emulator"])
     programs += [[f"scripts/{name}"] for name in ("bench", "gpu_check.py", "update_figures.py")]
     known = OTHER_PROGRAMS_OPTIONS | OWN_OPTIONS_OF_PYTEST | ENGINES_OPTIONS | NEED_TORCH

@@ -74,7 +74,7 @@ def unpad_input(
     Returns
     -------
     hidden_states : tensor
-        `[total, ...]`, the tokens of one request after those of another.
+        `[total, ...]`, the tokens of one request after another.
     indices : tensor
         int64 `[total]`, their places in `[b * s]`.
     cu_seqlens : tensor

@@ -11,7 +11,6 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from .. import modules
-from ..usage import log
 from .refusals import DEFAULT_DROPOUT, check_dropout_mode, set_dropout
 
 SITE = Path(__file__).parents[1] / "flash_attn_site"
@@ -42,9 +41,9 @@ def install_flash_attn(
     """Make `import flash_attn` and `import flash_attn_interface` give rawmla in this process.
 
     Puts folders first into `sys.path`, with the modules and with the metadata by which transformers and
-    others find out that flash-attn is installed. Forked children have them too, and those of
-    `multiprocessing`; other processes do not: for them use ``python -m rawmla flash-attn`` or its ``--path``.
-    Call it before transformers is imported. It may be called again; the last `dropout` counts.
+    others find out that flash-attn is installed. Forked children and children of `multiprocessing` have them
+    too; other processes do not: for them use ``python -m rawmla flash-attn`` or its ``--path``. Call it
+    before transformers is imported. It may be called again; the last `dropout` counts.
 
     Parameters
     ----------
@@ -68,7 +67,7 @@ def install_flash_attn(
 
     Notes
     -----
-    Needs no GPU, compiles nothing, does not initialise CUDA and imports nothing. The surface is described in
+    Needs no GPU, compiles nothing, does not initialise CUDA; imports torch if there is one. The surface is described in
     docs/flash_attn.md.
 
     Examples
@@ -76,6 +75,8 @@ def install_flash_attn(
     >>> rawmla.install_flash_attn()
     >>> model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="flash_attention_2")
     """
+    from ..usage import log  # imports torch
+
     chosen = as_versions(versions)
     check_dropout_mode(dropout)
     names = [name for version in chosen for name in GENERATIONS[version].modules]
