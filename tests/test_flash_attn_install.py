@@ -159,29 +159,37 @@ except RuntimeError as error:
 
 
 def test_after_transformers(tmp_path: Path) -> None:
-    """transformers looks for distributions once, at its import."""
+    """transformers looks for distributions once: at its import, in newer versions when it has to know."""
     code = """
-import sys, types, rawmla
+import functools, sys, types, rawmla
 sys.modules["transformers.utils.import_utils"] = module = types.ModuleType("import_utils")
-module.PACKAGE_DISTRIBUTION_MAPPING = {"flash_attn": ["flash_attn"]}
-rawmla.install_flash_attn(2)
-try:
-    rawmla.install_flash_attn((2, 3))
-except RuntimeError as error:
-    print(error)
-for wrong in ({"versions": 5}, {"versions": ()}, {"dropout": "yes"}):
+def install(versions, **options):
     try:
-        rawmla.install_flash_attn(**wrong)
-    except ValueError as error:
+        rawmla.install_flash_attn(versions, **options)
+        print("installed")
+    except (RuntimeError, ValueError) as error:
         print(error)
+module.PACKAGE_DISTRIBUTION_MAPPING = {"flash_attn": ["flash_attn"]}
+install(2)
+install((2, 3))
+del module.PACKAGE_DISTRIBUTION_MAPPING
+module._package_distribution_mapping = functools.cache(lambda: {})
+module.is_flash_attn_2_available = functools.cache(lambda: False)
+install((2, 3))
+module.is_flash_attn_2_available()
+install((3, 2))
+module._package_distribution_mapping()
+install(3)
+install(5)
+install((), dropout="error")
+install(2, dropout="yes")
 """
-    late, *wrong = succeeds(code, tmp_path).splitlines()
-    assert "before transformers is imported" in late and "there is no flash-attn-3" in late
-    assert wrong == [
-        "versions: expected some of 2, 3 and 4, got 5",
-        "versions: expected some of 2, 3 and 4, got ()",
-        "dropout: expected 'error' or 'ignore', got 'yes'",
-    ]
+    first, late, second, *later, five, none, dropout = succeeds(code, tmp_path).splitlines()
+    assert first == second == "installed" and len(later) == 2
+    for error, name in zip((late, *later), ("flash-attn-3", "flash-attn", "flash-attn-3"), strict=True):
+        assert "before transformers is imported" in error and f"there is no {name};" in error
+    assert five == "versions: expected some of 2, 3 and 4, got 5" and "got ()" in none
+    assert dropout == "dropout: expected 'error' or 'ignore', got 'yes'"
 
 
 def test_command(tmp_path: Path) -> None:

@@ -67,8 +67,8 @@ def install_flash_attn(
 
     Notes
     -----
-    Needs no GPU, compiles nothing, does not initialise CUDA; imports torch if there is one. The surface is described in
-    docs/flash_attn.md.
+    Needs no GPU, compiles nothing, does not initialise CUDA; imports torch if there is one. The surface is
+    described in docs/flash_attn.md.
 
     Examples
     --------
@@ -153,17 +153,26 @@ def _extend_path(versions: Iterable[int]) -> None:
 
 
 def _refuse_late(versions: Iterable[int]) -> None:
-    """Raise if transformers has looked for distributions, which it does once, and has not found ours."""
+    """Raise if transformers has looked for flash-attn, which it does once, and has not found ours."""
     module = sys.modules.get("transformers.utils.import_utils")
-    found = getattr(module, "PACKAGE_DISTRIBUTION_MAPPING", None)
-    if found is None:
-        return
     for version in versions:
-        generation = GENERATIONS[version]
-        name = generation.modules[0].partition(".")[0]
-        if generation.distribution not in [one.replace("_", "-") for one in found.get(name, ())]:
+        if module is not None and _has_missed(module, version):
             raise RuntimeError(
-                f"install_flash_attn: expected a call before transformers is imported, which took note that "
-                f"there is no {generation.distribution}; call it earlier, or start the program by "
+                "install_flash_attn: expected a call before transformers is imported, which has found out that "
+                f"there is no {GENERATIONS[version].distribution}; call it earlier, or start the program by "
                 "`python -m rawmla flash-attn -- script.py`"
             )
+
+
+def _has_missed(module: Any, version: int) -> bool:
+    """Whether transformers keeps the answer that a generation is not installed."""
+    found = getattr(module, "PACKAGE_DISTRIBUTION_MAPPING", None)  # made at its import in older versions
+    cached = getattr(module, "_package_distribution_mapping", None)
+    if cached is not None and cached.cache_info().currsize:
+        found = cached()
+    if found is None:  # a generation whose module is not there needs no list of distributions
+        ask = getattr(module, f"is_flash_attn_{version}_available", None)
+        return ask is not None and ask.cache_info().currsize > 0
+    generation = GENERATIONS[version]
+    owners = found.get(generation.modules[0].partition(".")[0], ())
+    return generation.distribution not in [owner.replace("_", "-") for owner in owners]
