@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
-import fresh
 import pytest
+from test_flash_mla_module import run, succeeds
 
-from rawmla.compat.flash_attn import check, install
+import rawmla
+from rawmla import cli
+
+from rawmla.compat.flash_attn import install
 
 pytest.importorskip("torch")
 
-ROOT = Path(__file__).resolve().parents[1]
 ASK = '''
 import importlib.metadata as metadata, importlib.util, sys
 def ask(version):
@@ -32,25 +33,6 @@ def ask(version):
     return tuple(map(int, metadata.version(distribution).split(".")[:2])) >= oldest[:2]
 answers = lambda: [ask(version) for version in (2, 3, 4)]
 '''
-
-
-def run(
-    code: str, cwd: Path, *path: Path, arguments: tuple[str, ...] = (), **variables: str
-) -> subprocess.CompletedProcess[str]:
-    """A process that finds `path` and then rawmla; with `arguments`, instead of code, a fresh interpreter."""
-    folders = os.pathsep.join(map(str, (*path, ROOT)))
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("RAWMLA_")}
-    environment = {**kept, "PYTHONPATH": folders, **variables}
-    if not arguments:
-        return fresh.run(("-c", code), cwd, environment)
-    command = [sys.executable, *arguments]
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120)
-
-
-def succeeds(code: str, cwd: Path, *path: Path, **options: object) -> str:
-    answer = run(code, cwd, *path, **options)  # type: ignore[arg-type]
-    assert answer.returncode == 0, answer.stderr
-    return answer.stdout
 
 
 @pytest.fixture
@@ -217,22 +199,18 @@ def test_command(tmp_path: Path) -> None:
     )
     answer = run("", tmp_path, arguments=command)
     assert answer.returncode == 0, answer.stderr
-    from rawmla import __version__
-
-    assert answer.stdout == f"['--fa', '--'] [False, True, False] ignore\n{__version__}\n"
+    assert answer.stdout == f"['--fa', '--'] [False, True, False] ignore\n{rawmla.__version__}\n"
 
 
-def test_path_and_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: object) -> None:
-    from rawmla import cli
-
+def test_path_and_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
     assert cli.main(["flash-attn", "--path"]) == 0
-    (line,) = capsys.readouterr().out.splitlines()  # type: ignore[attr-defined]
+    (line,) = capsys.readouterr().out.splitlines()
     assert line == os.pathsep.join(install.folders((2, 3))) and all(
         map(Path.is_dir, map(Path, line.split(":")))
     )
-    for name in ("flash_attn", "flash_attn_interface"):
-        assert name not in sys.modules
     (tmp_path / "transformers").mkdir()
     (tmp_path / "transformers" / "__init__.py").write_text(
         "__version__ = '5.24.0'\nfrom types import SimpleNamespace\n"
@@ -240,10 +218,9 @@ def test_path_and_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     )
     monkeypatch.syspath_prepend(tmp_path)
     assert cli.main(["flash-attn", "--check"]) == 0
-    two, three, four, real = capsys.readouterr().out.splitlines()  # type: ignore[attr-defined]
+    two, three, four, real = capsys.readouterr().out.splitlines()
     sys.modules.pop("transformers")
     assert two.startswith("is_flash_attn_2_available: ") and "fa2/flash_attn/__init__.py" in two
     assert "yes" in three or "no, torch.cuda.is_available() is False (flash_attn_interface is" in three
     assert four.startswith("is_flash_attn_4_available: no, it is of flash-attn, not of flash-attn-4 (")
     assert real == "transformers 5.24.0, is_flash_attn_3_available(): False"
-    assert check.OLDEST == (2, 3, 3)
