@@ -9,9 +9,10 @@ from __future__ import annotations
 import inspect
 import json
 import timeit
-import warnings
 from collections.abc import Callable
+from importlib import import_module
 from math import inf
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,18 +23,11 @@ torch = pytest.importorskip("torch")
 import rawmla  # noqa: E402
 from rawmla.api import dense, dense_backward  # noqa: E402
 from rawmla.compat import usage  # noqa: E402
-from rawmla.compat.flash_attn import (  # noqa: E402
-    bert_padding,
-    fa2,
-    fa2_cuda,
-    fa3,
-    fa3_config,
-    fa3_ops,
-    fa4,
-    refusals,
-    rotary,
-)
 
+NAMES = "fa2 fa3 fa4 bert_padding rotary fa2_cuda fa3_config fa3_ops refusals"
+fa2, fa3, fa4, bert_padding, rotary, fa2_cuda, fa3_config, fa3_ops, refusals = [
+    import_module(f"rawmla.compat.flash_attn.{name}") for name in NAMES.split()
+]
 TABLE = json.loads((Path(__file__).parent / "data" / "flash_attn_surface.json").read_text())
 MODULES = {
     "flash_attn.flash_attn_interface": fa2,
@@ -49,25 +43,19 @@ OVERHEAD_US = 2.0
 B, S, H, D = 2, 3, 4, 8
 
 
-def upstream(module: str, name: str) -> inspect.Signature:
-    return inspect.signature(eval(f"lambda {TABLE['functions'][module][name][1:-1]}: None", {"torch": torch}))
-
-
 def ours(module: str, name: str) -> Callable[..., Any]:
-    function = MODULES[module]
-    for part in name.split("."):
-        function = getattr(function, part)
-    return function  # type: ignore[return-value]
+    return attrgetter(name)(MODULES[module])
 
 
 @pytest.mark.parametrize(("module", "name"), FUNCTIONS)
 def test_signature(module: str, name: str) -> None:
-    theirs, mine = [upstream(module, name), inspect.signature(ours(module, name))]
+    theirs = eval(f"lambda {TABLE['functions'][module][name][1:-1]}: None", {"torch": torch})
+    mine = inspect.signature(ours(module, name))
     assert not any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in mine.parameters.values())
     added = [p for p in mine.parameters.values() if p.kind is p.KEYWORD_ONLY]
     assert {p.name for p in added} <= ADDED and all(p.default is None for p in added)
     listed = [(p.name, p.default) for p in mine.parameters.values() if p not in added]
-    assert listed == [(p.name, p.default) for p in theirs.parameters.values()]
+    assert listed == [(p.name, p.default) for p in inspect.signature(theirs).parameters.values()]
     assert inspect.isfunction(ours(module, name)) and inspect.getfullargspec(ours(module, name)).args
 
 
@@ -231,71 +219,63 @@ def test_calls(reached: list[Reached], module: str, name: str) -> None:
                 assert unpacked or without_cache or value is None or parameter in IGNORED, parameter
 
 
-@pytest.mark.parametrize("module", [fa2, fa3, fa4])
+@pytest.mark.parametrize("module", [fa2, fa3])
 def test_results(reached: list[Reached], module: Any) -> None:
     """What comes back, by generation; the first query sees no key."""
     q, x = array(B, H, S, D).transpose(1, 2), array(B, S - 1, H, D)
     packed, starts = array(S, H, D), ints(B + 1)
-    varlen = (packed, packed, packed, starts, starts, S, S)
-    if module is fa4:
-        out, none = fa4.flash_attn_func(q, x, x)
-        assert out.is_contiguous() and none is None
-        sink = torch.full((H,), 2.0)
-        _, lse = fa4.flash_attn_func(q, x, x, learnable_sink=sink, return_lse=True)
-        assert lse[0, 0, 0] == 2.0 and lse[1, 1, 1] > 2.0 and lse.shape == (B, H, S)
-        _, lse = fa4.flash_attn_func(q.clone().requires_grad_(), x, x)
-        assert lse[0, 0, 0] == -inf
-        out, lse = fa4.flash_attn_varlen_func(
-            packed, packed, packed, None, starts, starts, S, S, return_lse=True
-        )
-        assert lse.shape == (H, S) and lse.is_contiguous()
-        fa4.flash_attn_varlen_func(q, x, x, seqused_k=starts[:B])
-        assert reached[-1].function == "flash_attn_with_kvcache"
-        return
     empty = inf if module is fa2 else -inf
-    out = module.flash_attn_func(q, x, x)
-    assert out.is_contiguous() is (module is fa3) and out.shape == q.shape
     out, lse, *rest = module.flash_attn_func(q, x, x, return_attn_probs=True)
+    assert out.is_contiguous() is (module is fa3) and out.shape == q.shape
     assert lse.shape == (B, H, S) and lse[0, 0, 0] == empty and lse[1, 1, 1] == 0
     assert [(r.dtype, r.shape) for r in rest] == [(q.dtype, (0,))] * (module is fa2)
-    out, lse, *rest = module.flash_attn_varlen_func(*varlen, return_attn_probs=True)
+    _, lse, *rest = module.flash_attn_varlen_func(*[packed] * 3, starts, starts, S, S, return_attn_probs=True)
     assert lse.shape == (H, S) and lse.is_contiguous() and lse[0, 0] == empty and len(rest) == (module is fa2)
-    assert torch.is_tensor(module.flash_attn_with_kvcache(q, x, x))
-    out, lse, *rest = module.flash_attn_with_kvcache(q, x, x, return_softmax_lse=True)
+    assert all(torch.is_tensor(f(q, x, x)) for f in (module.flash_attn_func, module.flash_attn_with_kvcache))
+    _, lse, *rest = module.flash_attn_with_kvcache(q, x, x, return_softmax_lse=True)
     assert lse.shape == (B, H, S) and lse[0, 0, 0] == empty and len(rest) == 2 * (module is fa3)
 
 
+def test_results_of_fa4(reached: list[Reached]) -> None:
+    q, x, starts = array(B, H, S, D).transpose(1, 2), array(B, S - 1, H, D), ints(B + 1)
+    out, none = fa4.flash_attn_func(q, x, x)
+    assert out.is_contiguous() and none is None
+    _, lse = fa4.flash_attn_func(q, x, x, learnable_sink=torch.full((H,), 2.0), return_lse=True)
+    assert lse[0, 0, 0] == 2.0 and lse[1, 1, 1] > 2.0 and lse.shape == (B, H, S)
+    assert fa4.flash_attn_func(q.clone().requires_grad_(), x, x)[1][0, 0, 0] == -inf
+    _, lse = fa4.flash_attn_varlen_func(*[array(S, H, D)] * 3, None, starts, starts, S, S, return_lse=True)
+    assert lse.shape == (H, S) and lse.is_contiguous()
+    fa4.flash_attn_varlen_func(q, x, x, seqused_k=starts)
+    assert reached[-1].function == "flash_attn_with_kvcache"
+
+
 def test_private_results(reached: list[Reached]) -> None:
-    q, packed, starts = array(B, S, H, D), array(S, H, D), ints(B + 1)
-    out, lse, probabilities, state = fa2._flash_attn_forward(
-        q, q, q, 0.0, 1.0, False, -1, -1, 0.0, None, False
+    q, x, starts, pages, table = (
+        array(B, S, H, D),
+        array(S, H, D),
+        ints(B + 1),
+        array(9, 16, H, D),
+        ints(B, 3),
     )
-    assert lse.shape == (B, H, S) and probabilities.shape == (0,) and state.dtype is torch.int64
-    four = fa2._flash_attn_varlen_forward(
-        packed, packed, packed, starts, starts, S, S, 0.0, 1.0, False, zero_tensors=True
-    )
-    assert four[1].shape == (H, S) and not four[0].any() and four[0] is reached[-1].given["out"]
-    pages, table = array(9, 16, H, D), ints(B, 3)
-    fa2._flash_attn_varlen_forward(
-        packed, pages, pages, starts, starts, S, S, 0.0, 1.0, True, block_table=table, leftpad_k=starts
-    )
+    _, lse, nothing, state = fa2._flash_attn_forward(q, q, q, 0.0, 1.0, False, -1, -1, 0.0, None, False)
+    assert lse.shape == (B, H, S) and nothing.shape == (0,) and state.dtype is torch.int64
+    numbers = starts, starts, S, S, 0.0, 1.0, False
+    out, lse, *_ = fa2._flash_attn_varlen_forward(x, x, x, *numbers, zero_tensors=True)
+    assert lse.shape == (H, S) and not out.any() and out is reached[-1].given["out"]
+    fa2._flash_attn_varlen_forward(x, pages, pages, *numbers, block_table=table, leftpad_k=starts)
     got = reached[-1].given
     assert got["cache_leftpad"] is got["cu_seqlens_k"] is starts and got["cache_seqlens"] is None
     with pytest.raises(RuntimeError, match="num_splits > 1 is not supported"):
-        fa2._flash_attn_varlen_forward(
-            packed, pages, pages, starts, starts, S, S, 0.0, 1.0, False, block_table=table, num_splits=2
-        )
-    fa2.flash_attn_varlen_func(
-        packed, pages, pages, starts, starts, S, 48, block_table=table, seqused_k=starts[:B]
-    )
+        fa2._flash_attn_varlen_forward(x, pages, pages, *numbers, block_table=table, num_splits=2)
+    fa2.flash_attn_varlen_func(x, pages, pages, *numbers[:4], block_table=table, seqused_k=table)
     got = reached[-1].given
-    assert got["cu_seqlens_k"] is None and got["cache_seqlens"].shape == (B,) and got["max_seqlen_q"] == S
-    out, lse, *_ = fa3._flash_attn_forward(q, q, q, q, q, seqused_k=starts[:B], num_splits=3)
+    assert got["cu_seqlens_k"] is None and got["cache_seqlens"] is table and got["max_seqlen_q"] == S
+    fa3._flash_attn_forward(q, q, q, q, q, seqused_k=starts, num_splits=3)
     assert reached[-1].function == "flash_attn_with_kvcache" and reached[-1].given["num_splits"] == 3
     out, *rest = fa3_ops._fwd(q.requires_grad_(), q, q)
     assert reached[-1].function == "flash_attn_func" and len(rest) == 3 and not out.requires_grad
     assert len(fa3_ops._bwd(q, q, q, q, q, lse)) == 5
-    dq, dk, dv, nothing = fa2_cuda.bwd(q, q, q, q, q, lse, q, q, q, None, 0.0, 1.0, True, -1, -1, 0.0, True)
+    dq, *rest = fa2_cuda.bwd(q, q, q, q, q, lse, q, q, q, None, 0.0, 1.0, True, -1, -1, 0.0, True)
     assert reached[-1].given["causal"] is reached[-1].given["deterministic"] is True and dq is q
     assert len(fa2_cuda.fwd_kvcache(*[q] * 3, *[None] * 10, 1.0, True, -1, -1, 0.0, True, 4)) == 2
     assert reached[-1].given["num_splits"] == 4
@@ -303,16 +283,16 @@ def test_private_results(reached: list[Reached]) -> None:
 
 @pytest.mark.parametrize("window", [(3, 4), [3, 4], torch.tensor([3, 4])], ids=["tuple", "list", "tensor"])
 def test_windows_and_lengths(reached: list[Reached], window: Any) -> None:
-    q, starts = array(S, H, D), ints(B + 1)
+    q, k, starts = array(S, H, D), array(5, H, D), ints(B + 1)
     fa2.flash_attn_varlen_func(
-        q, q, q, starts, starts, torch.tensor(7), torch.tensor(8), window_size=window, s_aux=starts
+        q, k, k, starts, starts, torch.tensor(7), torch.tensor(8), window_size=window, s_aux=starts
     )
     got = reached[-1].given
     assert tuple(got["window_size"]) == (3, 4) and got["attn_sink"] is starts
     assert (got["max_seqlen_q"], got["max_seqlen_k"]) == (7, 8) and type(got["max_seqlen_q"]) is int
     on_device = torch.empty((), dtype=torch.int32, device="meta")  # reading one raises
     for function in (fa2.flash_attn_varlen_func, fa3.flash_attn_varlen_func):
-        function(q, array(5, H, D), array(5, H, D), starts, starts, on_device, on_device)
+        function(q, k, k, starts, starts, on_device, on_device)
         assert (reached[-1].given["max_seqlen_q"], reached[-1].given["max_seqlen_k"]) == (S, 5)
     fa2.flash_attn_varlen_qkvpacked_func(array(S, 3, H, D), starts, on_device)
     assert reached[-1].given["max_seqlen"] == S
@@ -322,71 +302,88 @@ def test_windows_and_lengths(reached: list[Reached], window: Any) -> None:
     assert reached[-1].given["q"].shape[2] == H and reached[-1].given["v"].shape[2] == 2
 
 
-def test_dropout(reached: list[Reached]) -> None:
+def test_dropout(reached: list[Reached], monkeypatch: pytest.MonkeyPatch) -> None:
     q = array(B, S, H, D)
     wanted = r'dropout_p: rawmla has no dropout, got 0.1; .*install_flash_attn\(dropout="ignore"\)'
     with pytest.raises(ValueError, match=wanted):
         fa2.flash_attn_func(q, q, q, 0.1)
-    refusals.set_dropout("ignore")
-    try:
-        with pytest.warns(UserWarning, match="0.1 is taken as 0"):
+    monkeypatch.setattr(refusals, "_dropout", "ignore")
+    monkeypatch.setattr(refusals, "_has_warned", False)
+    with pytest.warns(UserWarning, match="0.1 is taken as 0") as caught:
+        for _ in range(2):
             fa2.flash_attn_func(q, q, q, 0.1)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            fa2.flash_attn_func(q, q, q, 0.1)
-    finally:
-        refusals.set_dropout("error")
-    assert [one.given["dropout_p"] for one in reached] == [0.0, 0.0]
+    assert len(caught) == 1 and [one.given["dropout_p"] for one in reached] == [0.0, 0.0]
 
 
-@pytest.mark.parametrize(
-    ("function", "arguments", "error", "text"),
-    [
-        (fa2.flash_attn_func, {"q": array(1, 1, 1, 8, dtype=torch.float32)}, TypeError,
-         "q: expected bfloat16 or float16, got float32; cast the model"),
-        (fa2.flash_attn_func, {"q": None}, TypeError, "q: expected a tensor, got NoneType"),
-        (fa3.flash_attn_func, {"q": array(1, 1, 1, 8).to(torch.float8_e4m3fn)}, NotImplementedError,
-         "q: not supported by rawmla in float8_e4m3fn"),
-        (fa3.flash_attn_func, {"qv": array(1)}, NotImplementedError, "qv: not supported by rawmla; call"),
-        (fa3.flash_attn_func, {"attention_chunk": 4}, NotImplementedError, "attention_chunk: not supported"),
-        (fa3.flash_attn_func, {"num_splits": -1}, ValueError, "num_splits: expected at least 0, got -1"),
-        (fa3.flash_attn_func, {"pack_gqa": 1}, TypeError, "pack_gqa: expected None or a bool, got int"),
-        (fa3.flash_attn_func, {"sm_margin": None}, TypeError, "sm_margin: expected an int, got NoneType"),
-        (fa3.flash_attn_with_kvcache, {"scheduler_metadata": array(3)}, TypeError, "scheduler_metadata: exp"),
-        (fa3.flash_attn_with_kvcache, {"scheduler_metadata": ints(3, 2)}, ValueError, "scheduler_metadata"),
-        (fa3.flash_attn_qkvpacked_func, {"qkv": array(1, 2, 3, 8)}, ValueError, "num_heads_q: expected an"),
-        (fa4.flash_attn_func, {"mask_mod": len}, NotImplementedError, "mask_mod: .*rawmla.flex_attention"),
-        (fa4.flash_attn_varlen_func, {"seqused_q": ints(1)}, NotImplementedError, "seqused_q: not supp"),
-    ],
-)  # fmt: skip
-def test_refusals(reached: list[Reached], function: Any, arguments: Any, error: Any, text: str) -> None:
-    names = [p.name for p in inspect.signature(function).parameters.values()]
+REFUSED = [
+    (
+        fa2.flash_attn_func,
+        {"q": torch.ones(1, 1, 1, 8)},
+        "q: expected bfloat16 or float16, got float32; cast",
+    ),
+    (fa2.flash_attn_func, {"q": None}, "q: expected a tensor, got NoneType"),
+    (
+        fa3.flash_attn_func,
+        {"q": torch.ones(1).to(torch.float8_e4m3fn)},
+        "q: not supported .* in float8_e4m3fn",
+    ),
+    (fa3.flash_attn_func, {"qv": 1}, "qv: not supported by rawmla; call"),
+    (fa3.flash_attn_func, {"attention_chunk": 4}, "attention_chunk: not supported by rawmla"),
+    (fa3.flash_attn_func, {"num_splits": -1}, "num_splits: expected at least 0, got -1"),
+    (fa3.flash_attn_func, {"pack_gqa": 1}, "pack_gqa: expected None or a bool, got int"),
+    (fa3.flash_attn_func, {"sm_margin": None}, "sm_margin: expected an int, got NoneType"),
+    (fa3.flash_attn_with_kvcache, {"scheduler_metadata": torch.ones(3)}, "scheduler_metadata: .*int32"),
+    (fa3.flash_attn_with_kvcache, {"scheduler_metadata": ints(3, 2)}, "scheduler_metadata: .*one dimension"),
+    (fa3.flash_attn_qkvpacked_func, {"qkv": array(1, 2, 3, 8)}, "num_heads_q: expected an int"),
+    (fa4.flash_attn_func, {"mask_mod": len}, "mask_mod: .*rawmla.flex_attention"),
+    (fa4.flash_attn_varlen_func, {"seqused_q": ints(1)}, "seqused_q: not supported"),
+]
+
+
+@pytest.mark.parametrize(("function", "arguments", "text"), REFUSED)
+def test_refusals(reached: list[Reached], function: Any, arguments: dict[str, Any], text: str) -> None:
+    names = inspect.signature(function).parameters
     needed = {name: array(1, 1, 1, 8) for name in ("q", "k", "v", "k_cache", "v_cache") if name in names}
-    with pytest.raises(error, match=text):
+    with pytest.raises((TypeError, ValueError, NotImplementedError), match=f"^{text}"):
         function(**needed | arguments)
     assert not reached
 
 
+@pytest.mark.parametrize("module", [fa2, fa3, fa4])
+def test_numbers(module: Any) -> None:
+    """While torch traces a call, it runs on the CPU, in rawmla's reference."""
+    q, k, v = [torch.randn(2, 5, h, 16, dtype=torch.bfloat16, requires_grad=True) for h in (4, 2, 2)]
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        got = module.flash_attn_func(q, k, v, causal=True)
+        return got[0] if module is fa4 else got
+
+    heads = [x.transpose(1, 2) for x in (q, k, v)]
+    attention = torch.nn.functional.scaled_dot_product_attention
+    expected = attention(*heads, is_causal=True, enable_gqa=True).transpose(1, 2)
+    out, dout = attend(q, k, v), torch.randn(2, 5, 4, 16, dtype=torch.bfloat16)
+    wanted = torch.autograd.grad(expected, (q, k, v), dout)
+    for x, y in zip((out, *torch.autograd.grad(out, (q, k, v), dout)), (expected, *wanted), strict=True):
+        torch.testing.assert_close(x, y, atol=0.05, rtol=0.05)
+
+
 def test_metadata_and_combine() -> None:
     given = (5, 1, 4096, 8, 2, 128, ints(5))
-    sizes = [
-        fa3.get_scheduler_metadata(*given, **more).shape[0]
-        for more in ({}, {"causal": True}, {"window_size": (64, 0)}, {"window_size": (9999, 9999)})
-    ]
+    options = ({}, {"causal": True}, {"window_size": (64, 0)}, {"window_size": (9999, 9999)})
+    sizes = [fa3.get_scheduler_metadata(*given, **more).shape[0] for more in options]
     assert sizes == [1 + 8 * 3, 1 + 8 * 4, 1 + 8 * 3, 1 + 8 * 3]
     scores, v = torch.randn(B, S, H, 12), torch.randn(B, S, H, 12, D)
     scores[0, 0, 0] = -inf
     scores[:, :, 1, :4] = -inf
     parts = scores.unflatten(-1, (3, 4)).movedim(-2, 0)
-    lses = parts.logsumexp(-1)
-    outs = parts.softmax(-1).unsqueeze(-2) @ v.unflatten(-2, (3, 4)).movedim(-3, 0)
-    out, lse = fa3.flash_attn_combine(outs.squeeze(-2), lses)
-    expected = (scores.softmax(-1).nan_to_num().unsqueeze(-2) @ v).squeeze(-2)
-    torch.testing.assert_close(out, expected)
+    outs = (parts.softmax(-1).unsqueeze(-2) @ v.unflatten(-2, (3, 4)).movedim(-3, 0)).squeeze(-2)
+    whole = torch.empty(B, S, H, D)
+    out, lse = fa3.flash_attn_combine(outs, parts.logsumexp(-1), whole)
+    torch.testing.assert_close(out, (scores.softmax(-1).nan_to_num().unsqueeze(-2) @ v).squeeze(-2))
     torch.testing.assert_close(lse, scores.logsumexp(-1))
-    assert lse.transpose(1, 2).is_contiguous()
-    whole = torch.empty_like(out)
-    assert fa3.flash_attn_combine(outs.squeeze(-2), lses, whole)[0] is whole and torch.equal(whole, out)
+    assert lse.transpose(1, 2).is_contiguous() and out is whole
+    assert fa3.flash_attn_combine(outs, parts.logsumexp(-1), None, torch.float16)[0].dtype is torch.float16
 
 
 def test_status_and_overhead(reached: list[Reached], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -395,24 +392,20 @@ def test_status_and_overhead(reached: list[Reached], monkeypatch: pytest.MonkeyP
     fa2.flash_attn_func(q, q, q)
     noted = rawmla.compat.status()["functions"]["flash_attn.flash_attn_func"]
     assert noted == {"calls": 1, "called_as": "FlashAttention-2", "shapes": [q.shape, q.shape]}
-    result = q, q[..., 0]
+    starts, result = ints(B + 1), (q, q[..., 0])
 
     def core(*arguments: Any, **options: Any) -> tuple[Any, ...]:
         return result
 
-    monkeypatch.setattr(dense, "flash_attn_func", core)
-    monkeypatch.setattr(dense, "flash_attn_varlen_func", core)
-    monkeypatch.setattr(rawmla, "flash_attn_with_kvcache", core, raising=False)
-    starts = ints(B + 1)
+    for home, names in ((dense, dense.__all__), (rawmla, ["flash_attn_with_kvcache"])):
+        for name in names:
+            monkeypatch.setattr(home, name, core, raising=False)
+    varlen = (q, q, q, starts, starts, S, S)
     for module in (fa2, fa3):
-        for function, given in (
-            (module.flash_attn_func, (q, q, q)),
-            (module.flash_attn_varlen_func, (q, q, q, starts, starts, S, S)),
-            (module.flash_attn_with_kvcache, (q, q, q)),
-        ):
-            mine, alone = (
+        for name, given in (("func", varlen[:3]), ("varlen_func", varlen), ("with_kvcache", varlen[:3])):
+            mine, alone = [
                 min(timeit.repeat(lambda f=f, x=given: f(*x), number=1000, repeat=15))
-                for f in (function, core)
-            )
+                for f in (getattr(module, f"flash_attn_{name}"), core)
+            ]
             overhead = (mine - alone) / 1000 * 1e6
-            assert overhead < OVERHEAD_US, f"{module.__name__} {function.__name__}: {overhead:.2f} us"
+            assert overhead < OVERHEAD_US, f"{module.__name__} {name}: {overhead:.2f} us"

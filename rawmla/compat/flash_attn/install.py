@@ -159,8 +159,8 @@ def _refuse_late(versions: Iterable[int]) -> None:
         if module is not None and _has_missed(module, version):
             raise RuntimeError(
                 "install_flash_attn: expected a call before transformers is imported, which has found out "
-                f"that there is no {GENERATIONS[version].distribution}; call it earlier, or start the program by "
-                "`python -m rawmla flash-attn -- script.py`"
+                f"that there is no {GENERATIONS[version].distribution}; call it earlier, or start the "
+                "program by `python -m rawmla flash-attn -- script.py`"
             )
 
 
