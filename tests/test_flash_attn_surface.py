@@ -1,7 +1,7 @@
 """Every call that flash-attn binds, ours binds too, and with the same meaning and the same form of results.
 
 tests/data/flash_attn_surface.json has the signatures of the three generations, as their Python source has
-them. The core functions are stubs here that note what reaches them.
+them, and what arguments are called in the core, whose functions are stubs here that note what reaches them.
 """
 
 from __future__ import annotations
@@ -29,18 +29,14 @@ fa2, fa3, fa4, bert_padding, rotary, fa2_cuda, fa3_config, fa3_ops, refusals = [
     import_module(f"rawmla.compat.flash_attn.{name}") for name in NAMES.split()
 ]
 TABLE = json.loads((Path(__file__).parent / "data" / "flash_attn_surface.json").read_text())
-MODULES = {
-    "flash_attn.flash_attn_interface": fa2,
-    "flash_attn_interface": fa3,
-    "flash_attn.cute.interface": fa4,
-    "flash_attn.bert_padding": bert_padding,
-    "flash_attn.layers.rotary": rotary,
-    "flash_attn.ops.triton.rotary": rotary,
-}
+MODULES = dict(zip(TABLE["functions"], (fa2, fa3, fa4, bert_padding, rotary, rotary), strict=True))
 FUNCTIONS = [(module, name) for module, functions in TABLE["functions"].items() for name in functions]
-ADDED = {"s_aux", "seqused_k", "out"}
 OVERHEAD_US = 2.0
 B, S, H, D = 2, 3, 4, 8
+
+
+def function_of(signature: str) -> Callable[..., Any]:
+    return eval(f"lambda {signature[1:-1]}: None", {"torch": torch})
 
 
 def ours(module: str, name: str) -> Callable[..., Any]:
@@ -49,11 +45,11 @@ def ours(module: str, name: str) -> Callable[..., Any]:
 
 @pytest.mark.parametrize(("module", "name"), FUNCTIONS)
 def test_signature(module: str, name: str) -> None:
-    theirs = eval(f"lambda {TABLE['functions'][module][name][1:-1]}: None", {"torch": torch})
+    theirs = function_of(TABLE["functions"][module][name])
     mine = inspect.signature(ours(module, name))
     assert not any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in mine.parameters.values())
     added = [p for p in mine.parameters.values() if p.kind is p.KEYWORD_ONLY]
-    assert {p.name for p in added} <= ADDED and all(p.default is None for p in added)
+    assert {p.name for p in added} <= {"s_aux", "seqused_k", "out"} and all(p.default is None for p in added)
     listed = [(p.name, p.default) for p in mine.parameters.values() if p not in added]
     assert listed == [(p.name, p.default) for p in inspect.signature(theirs).parameters.values()]
     assert inspect.isfunction(ours(module, name)) and inspect.getfullargspec(ours(module, name)).args
@@ -73,16 +69,6 @@ def test_other_names() -> None:
     assert [a.default_value for a in arguments] == list(fa3_ops._FWD_DEFAULTS)
     flags = fa3_config.CONFIG["build_flags"]
     assert not flags["FLASHATTENTION_DISABLE_HDIM256"] and flags["FLASHATTENTION_DISABLE_FP8"]
-
-
-def kvcache(
-    q, k_cache, v_cache, k=None, v=None, *, rotary_cos=None, rotary_sin=None, cache_seqlens=None,
-    cache_batch_idx=None, cache_leftpad=None, block_table=None, cu_seqlens_q=None, max_seqlen_q=None,
-    cu_seqlens_k=None, cu_seqlens_k_new=None, rotary_seqlens=None, q_descale=None, k_descale=None,
-    v_descale=None, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, attention_chunk=0,
-    rotary_interleaved=True, alibi_slopes=None, attn_sink=None, num_splits=0, out=None,
-):  # fmt: skip
-    """The signature of `rawmla.flash_attn_with_kvcache`."""
 
 
 class Reached(NamedTuple):
@@ -113,47 +99,24 @@ def reached(monkeypatch: pytest.MonkeyPatch) -> list[Reached]:
 
         monkeypatch.setattr(home, name, call, raising=False)
 
-    for name in dense.__all__:
-        stub(dense, name, getattr(dense, name))
-    for name in dense_backward.__all__:
-        stub(dense_backward, name, getattr(dense_backward, name))
-    stub(rawmla, "flash_attn_with_kvcache", kvcache)
+    for home in (dense, dense_backward):
+        for name in home.__all__:
+            stub(home, name, getattr(home, name))
+    stub(rawmla, "flash_attn_with_kvcache", function_of(TABLE["core"]["flash_attn_with_kvcache"]))
     return noted
 
 
-def array(*shape: int, dtype: Any = torch.bfloat16) -> Any:
-    return torch.ones(shape, dtype=dtype)
+def array(*shape: int) -> Any:
+    return torch.ones(shape, dtype=torch.bfloat16)
 
 
 def ints(*shape: int) -> Any:
     return torch.ones(shape, dtype=torch.int32)
 
 
-FLAGS = "causal is_causal deterministic return_attn_probs return_softmax_lse return_lse return_softmax"
-NUMBERS = "softmax_scale max_seqlen max_seqlen_q max_seqlen_k softcap".split()
-NONE = (
-    "qv score_mod score_mod_bwd mask_mod aux_tensors aux_scalars block_sparse_tensors num_heads_q pack_gqa "
-    "block_sparse_tensors_bwd gather_kv_indices k_new v_new kv_batch_idx leftpad_k rng_state min_seqlen_k "
-    "scheduler_metadata seqlen_k_per_split"
-)
-FIXED = {
-    **dict.fromkeys(NONE.split()),
-    **{"dropout_p": 0.0, "num_splits": 1, "sm_margin": 0, "zero_tensors": False, "attention_chunk": 0},
-    **{"disable_scheduler_metadata": True, "rotary_interleaved": False},
-}
-IGNORED = {"q_descale", "k_descale", "v_descale", "seqlens_rotary", "cu_seqlens_k_new"}
-IGNORED |= {*FIXED, *FLAGS.split()[2:]}
+VALUES, CORE_NAMES = TABLE["values"], TABLE["core"]["names"]
+IGNORED = {*VALUES["ignored"], *VALUES["fixed"]}
 """Arguments that need not reach the core: some are for other kinds of calls."""
-CORE_NAMES = {
-    "s_aux": "attn_sink",
-    "learnable_sink": "attn_sink",
-    "page_table": "block_table",
-    "is_causal": "causal",
-    "softmax_lse": "lse",
-    "out_": "out",
-    "sequed_q": "seqused_q",
-    "sequed_k": "seqused_k",
-}
 
 
 def values(module: str, name: str) -> dict[str, Any]:
@@ -163,11 +126,13 @@ def values(module: str, name: str) -> dict[str, Any]:
     made: dict[str, Any] = {}
     for place, parameter in enumerate(inspect.signature(ours(module, name)).parameters):
         value: Any = torch.ones(H, place + 1)
-        if parameter in FIXED or ("kvcache" not in name and parameter in ("block_table", "page_table")):
-            value = FIXED.get(parameter)
-        elif parameter in FLAGS.split():
+        if parameter in VALUES["fixed"] or (
+            "kvcache" not in name and parameter in ("block_table", "page_table")
+        ):
+            value = VALUES["fixed"].get(parameter)
+        elif parameter in VALUES["true"]:
             value = True
-        elif parameter in NUMBERS:
+        elif parameter in VALUES["numbers"]:
             value = place + 2 if "max" in parameter else place + 0.5
         elif parameter.startswith("window_size"):
             value = (place, place + 1) if parameter == "window_size" else place
@@ -189,10 +154,8 @@ def same(x: Any, y: Any) -> bool:
     return bool(x == y)
 
 
-ATTEND = [
-    (module, name) for module, name in FUNCTIONS
-    if "flash_attn_" in name and MODULES[module] in (fa2, fa3, fa4) and name != "flash_attn_combine"
-]  # fmt: skip
+ATTEND = [one for one in FUNCTIONS if MODULES[one[0]] in (fa2, fa3, fa4) and "_attn_" in one[1]]
+ATTEND.remove(("flash_attn_interface", "flash_attn_combine"))
 
 
 @pytest.mark.parametrize(("module", "name"), ATTEND)
@@ -213,10 +176,8 @@ def test_calls(reached: list[Reached], module: str, name: str) -> None:
             to = CORE_NAMES.get(parameter, parameter)
             if to in got and value is not None:
                 assert same(value, got[to]), parameter
-            else:
-                unpacked = parameter in ("qkv", "kv") and "varlen" not in name
-                without_cache = parameter.startswith("rotary") and "kvcache" not in name
-                assert unpacked or without_cache or value is None or parameter in IGNORED, parameter
+            elif value is not None and parameter not in IGNORED:  # packed ones are taken apart
+                assert (parameter in ("qkv", "kv")) > ("varlen" in name), parameter
 
 
 @pytest.mark.parametrize("module", [fa2, fa3])
@@ -270,6 +231,8 @@ def test_private_results(reached: list[Reached]) -> None:
     fa2.flash_attn_varlen_func(x, pages, pages, *numbers[:4], block_table=table, seqused_k=table)
     got = reached[-1].given
     assert got["cu_seqlens_k"] is None and got["cache_seqlens"] is table and got["max_seqlen_q"] == S
+    fa3._flash_attn_forward(q, q, q, rotary_cos=q)
+    assert reached[-1].function == "flash_attn_with_kvcache" and reached[-1].given["rotary_cos"] is q
     fa3._flash_attn_forward(q, q, q, q, q, seqused_k=starts, num_splits=3)
     assert reached[-1].function == "flash_attn_with_kvcache" and reached[-1].given["num_splits"] == 3
     out, *rest = fa3_ops._fwd(q.requires_grad_(), q, q)
