@@ -65,10 +65,9 @@ def test_other_names() -> None:
     for name, schema in fa3_ops.SCHEMAS.items():
         defined = str(getattr(torch.ops.flash_attn_3, name).default._schema)
         assert defined.replace("softcap=0.,", "softcap=0.0,") == f"flash_attn_3::{name}{schema}"
-    arguments = torch.ops.flash_attn_3.fwd.default._schema.arguments
-    assert [a.default_value for a in arguments] == list(fa3_ops._FWD_DEFAULTS)
-    flags = fa3_config.CONFIG["build_flags"]
-    assert not flags["FLASHATTENTION_DISABLE_HDIM256"] and flags["FLASHATTENTION_DISABLE_FP8"]
+    given = torch.ops.flash_attn_3.fwd.default._schema.arguments
+    assert [one.default_value for one in given] == list(fa3_ops._FWD_DEFAULTS)
+    assert not fa3_config.CONFIG["build_flags"]["FLASHATTENTION_DISABLE_HDIM256"]
 
 
 class Reached(NamedTuple):
@@ -126,9 +125,8 @@ def values(module: str, name: str) -> dict[str, Any]:
     made: dict[str, Any] = {}
     for place, parameter in enumerate(inspect.signature(ours(module, name)).parameters):
         value: Any = torch.ones(H, place + 1)
-        if parameter in VALUES["fixed"] or (
-            "kvcache" not in name and parameter in ("block_table", "page_table")
-        ):
+        of_cache = parameter in ("block_table", "page_table", "rotary_cos", "rotary_sin")
+        if parameter in VALUES["fixed"] or of_cache > ("kvcache" in name):
             value = VALUES["fixed"].get(parameter)
         elif parameter in VALUES["true"]:
             value = True
@@ -149,9 +147,7 @@ def values(module: str, name: str) -> dict[str, Any]:
 
 
 def same(x: Any, y: Any) -> bool:
-    if isinstance(x, torch.Tensor):
-        return isinstance(y, torch.Tensor) and x.data_ptr() == y.data_ptr()
-    return bool(x == y)
+    return x.data_ptr() == y.data_ptr() if isinstance(x, torch.Tensor) else x == y
 
 
 ATTEND = [one for one in FUNCTIONS if MODULES[one[0]] in (fa2, fa3, fa4) and "_attn_" in one[1]]
@@ -357,7 +353,7 @@ def test_status_and_overhead(reached: list[Reached], monkeypatch: pytest.MonkeyP
     assert noted == {"calls": 1, "called_as": "FlashAttention-2", "shapes": [q.shape, q.shape]}
     starts, result = ints(B + 1), (q, q[..., 0])
 
-    def core(*arguments: Any, **options: Any) -> tuple[Any, ...]:
+    def core(*arguments: Any, **options: Any) -> Any:
         return result
 
     for home, names in ((dense, dense.__all__), (rawmla, ["flash_attn_with_kvcache"])):
