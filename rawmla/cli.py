@@ -84,7 +84,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     attending = commands.add_parser(
         "flash-attn",
         help="run a program whose flash_attn is rawmla",
-        usage="%(prog)s [-h] [--fa 2,3] [--dropout {error,ignore}] (--path | --check | -- script.py [args])",
+        usage="%(prog)s [-h] [--fa 2,3] [--dropout {error,ignore}] (--path | --check | --wheel DIR | "
+        "--kernels DIR | -- script.py [args])",
         description="Run a Python program in which `import flash_attn` and `import flash_attn_interface` "
         "give rawmla, also in processes that it starts. After -- comes what would follow `python`: a script, "
         "or -m and a module, and arguments.",
@@ -100,6 +101,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     attending.add_argument("--dropout", choices=("error", "ignore"), help="what a dropout_p above 0 does")
     attending.add_argument("--path", action="store_true", help="print the folders for PYTHONPATH")
     attending.add_argument("--check", action="store_true", help="print what transformers' checks answer")
+    attending.add_argument(
+        "--wheel",
+        type=Path,
+        metavar="DIR",
+        help="write wheels for this machine, for packages that require flash-attn",
+    )
+    attending.add_argument(
+        "--kernels",
+        type=Path,
+        metavar="DIR",
+        help="write folders for Hugging Face's kernels library and print the value of LOCAL_KERNELS",
+    )
     given = list(sys.argv[1:] if argv is None else argv)
     end = given.index("--") if "--" in given else len(given)
     program = given[end + 1 :]
@@ -122,11 +135,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                 running.error("--api goes with a program; beside --path set RAWMLA_FLASH_MLA_API")
             return _flash_mla(program, arguments.api)
         if arguments.command == "flash-attn":
-            if arguments.path + arguments.check + bool(program) != 1:
-                attending.error("expected --path, --check, or -- before a program")
+            wanted = (arguments.path, arguments.check, arguments.wheel, arguments.kernels, program)
+            if sum(map(bool, wanted)) != 1:
+                attending.error("expected --path, --check, --wheel, --kernels, or -- before a program")
             if arguments.dropout and not program:
                 attending.error("--dropout goes with a program; else set RAWMLA_FLASH_ATTN_DROPOUT")
-            return _flash_attn(program, arguments.fa, arguments.dropout, arguments.check)
+            return _flash_attn(program, arguments)
         return _compile(every=arguments.all, only=arguments.only, out=arguments.out)
     except (RawMLAError, OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -182,18 +196,24 @@ def _versions(text: str) -> tuple[int, ...]:
         raise argparse.ArgumentTypeError(f"expected some of 2, 3 and 4, as in 2,3, got {text!r}") from None
 
 
-def _flash_attn(program: Sequence[str], versions: tuple[int, ...], dropout: str | None, check: bool) -> int:
-    from rawmla.compat.flash_attn import check as checks
+def _flash_attn(program: Sequence[str], arguments: argparse.Namespace) -> int:
+    from rawmla.compat.flash_attn import check, exports
     from rawmla.compat.flash_attn.install import folders
 
+    places = folders(arguments.fa)
     if program:
-        _run(folders(versions), program, {} if dropout is None else {"RAWMLA_FLASH_ATTN_DROPOUT": dropout})
-    if not check:
-        print(os.pathsep.join(folders(versions)))
-        return 0
-    sys.path[:0] = folders(versions)
-    for line in checks.answers():
-        print(line)
+        mode = arguments.dropout
+        _run(places, program, {"RAWMLA_FLASH_ATTN_DROPOUT": mode} if mode else {})
+    if arguments.wheel:
+        lines = [os.fspath(wheel) for wheel in exports.write_wheels(arguments.wheel, arguments.fa)]
+    elif arguments.kernels:
+        lines = [exports.write_kernels(arguments.kernels)]
+    elif arguments.check:
+        sys.path[:0] = places
+        lines = list(check.answers())
+    else:
+        lines = [os.pathsep.join(places)]
+    print(*lines, sep="\n")
     return 0
 
 

@@ -244,8 +244,11 @@ def test_info_knows_what_torch_was_built_for(project: Project, run: Run, monkeyp
         (["flash-mla"], "expected --path, or -- before a program"),
         (["flash-mla", "--path", "--", "x.py"], "expected --path, or -- before a program"),
         (["flash-mla", "x.py"], "unrecognized arguments: x.py"),
-        (["flash-attn"], "expected --path, --check, or -- before a program"),
-        (["flash-attn", "--path", "--", "x.py"], "expected --path, --check, or -- before a program"),
+        (["flash-attn"], "expected --path, --check, --wheel, --kernels, or -- before a program"),
+        (
+            ["flash-attn", "--path", "--", "x.py"],
+            "expected --path, --check, --wheel, --kernels, or -- before a program",
+        ),
         (["flash-attn", "--path", "--dropout", "ignore"], "else set RAWMLA_FLASH_ATTN_DROPOUT"),
         (["flash-attn", "--fa", "2,5", "--path"], "expected some of 2, 3 and 4, as in 2,3, got '2,5'"),
     ],

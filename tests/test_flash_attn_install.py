@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
+import runpy
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -192,3 +195,23 @@ def test_path_and_check(
     assert "yes" in three or "no, torch.cuda.is_available() is False (flash_attn_interface is" in three
     assert four.startswith("is_flash_attn_4_available: no, it is of flash-attn, not of flash-attn-4 (")
     assert real == "transformers 5.24.0, is_flash_attn_3_available(): False"
+
+
+def test_wheels_and_kernels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["flash-attn", "--fa", "2,4", "--wheel", str(tmp_path)]) == 0
+    two, four = map(Path, capsys.readouterr().out.splitlines())
+    assert (two.name, four.name) == (
+        "flash_attn-2.8.3-py3-none-any.whl",
+        "flash_attn_4-4.0.0b36-py3-none-any.whl",
+    )
+    archive = zipfile.ZipFile(two)
+    rows = archive.read("flash_attn-2.8.3.dist-info/RECORD").decode().splitlines()
+    assert [row.split(",")[0] for row in rows] == archive.namelist() and rows[-1].endswith("RECORD,,")
+    assert b"Do Not Upload" in archive.read("flash_attn-2.8.3.dist-info/METADATA")
+    assert not any(name.startswith("flash_attn/__init__") for name in zipfile.ZipFile(four).namelist())
+    assert cli.main(["flash-attn", "--kernels", str(tmp_path)]) == 0
+    local = dict(entry.split("=") for entry in capsys.readouterr().out.strip().split(":"))
+    folder = Path(local["kernels-community/vllm-flash-attn3"])
+    assert json.loads((folder / "metadata.json").read_text())["name"] == folder.name == "vllm-flash-attn3"
+    module = runpy.run_path(str(folder / "__init__.py"))
+    assert module["flash_attn_varlen_func"].__module__ == "rawmla.compat.flash_attn.fa3"

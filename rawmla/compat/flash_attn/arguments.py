@@ -34,11 +34,6 @@ def as_bound(length: Any, tokens: int) -> Any:
     return int(length)
 
 
-def keys_in(k: Any, block_table: Any) -> int:
-    """The number of tokens that a request can have at most."""
-    return k.shape[0] if block_table is None else k.shape[1] * block_table.shape[1]
-
-
 def with_plus_inf(lse: Any) -> Any:
     """Replace -inf by +inf, which is FlashAttention-2's lse of a row without keys."""
     return lse.masked_fill(lse == -inf, inf)

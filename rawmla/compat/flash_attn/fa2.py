@@ -15,7 +15,7 @@ from ...api import dense
 from ...mha.arguments import NO_WINDOW
 from ..usage import Usage
 from . import fa2_private
-from .arguments import DTYPES, as_bound, as_pair, keys_in, lse_of_equal_lengths, with_plus_inf
+from .arguments import DTYPES, as_bound, as_pair, lse_of_equal_lengths, with_plus_inf
 from .fa2_private import *  # noqa: F403
 from .fa2_private import attend_pages
 from .refusals import refuse_dropout, refuse_dtype
@@ -156,7 +156,7 @@ def flash_attn_varlen_func(
         )  # fmt: skip
     else:
         if max_seqlen_k.__class__ is not int:
-            max_seqlen_k = as_bound(max_seqlen_k, keys_in(k, None))
+            max_seqlen_k = as_bound(max_seqlen_k, k.shape[0])
         out, lse = dense.flash_attn_varlen_func(
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, 0.0, softmax_scale, causal,
             deterministic, window_size=window_size, softcap=softcap, attn_sink=s_aux,

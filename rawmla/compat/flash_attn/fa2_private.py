@@ -9,7 +9,7 @@ import torch
 import rawmla
 
 from ...api import dense, dense_backward
-from .arguments import DTYPES, as_bound, keys_in, lse_of_equal_lengths, with_plus_inf
+from .arguments import DTYPES, as_bound, lse_of_equal_lengths, with_plus_inf
 from .refusals import refuse_dropout, refuse_dtype, unsupported
 
 __all__ = [
@@ -142,7 +142,7 @@ def varlen_forward(
         if leftpad_k is not None:
             unsupported("leftpad_k")
         if max_seqlen_k.__class__ is not int:
-            max_seqlen_k = as_bound(max_seqlen_k, keys_in(k, None))
+            max_seqlen_k = as_bound(max_seqlen_k, k.shape[0])
         out, lse = dense.flash_attn_varlen_func(
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, 0.0, softmax_scale, causal,
             window_size=window, softcap=softcap, alibi_slopes=alibi_slopes, seqused_k=seqused_k, out=out,
