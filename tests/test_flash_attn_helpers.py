@@ -121,17 +121,15 @@ def test_module(scale_base: float | None) -> None:
 
 
 def test_rotary_refusals() -> None:
-    x, (cos, sin) = torch.randn(1, 5, 1, 8), tables(4, 4)
-    for arguments, text in (
-        ((x, cos, sin), "cos: expected at least 5 rows"),
-        ((x[:, :3], cos, sin[:3]), "sin: expected shape"),
-        ((x[..., :6], cos, sin), "cos: expected shape"),
-        ((x[0], cos, sin), "x: expected 4 dimensions"),
-        ((x, cos, sin, False, False, torch.tensor([1, 2])), "seqlen_offsets: expected shape"),
+    x, (cos, sin), one = torch.randn(1, 5, 1, 8), tables(4, 4), torch.tensor([1])
+    for function, arguments, text in (
+        (rotary.apply_rotary_emb, (x, cos, sin), "cos: expected at least 5 rows"),
+        (rotary.apply_rotary_emb, (x[:, :3], cos, sin[:3]), "sin: expected shape"),
+        (rotary.apply_rotary_emb, (x[..., :6], cos, sin), "cos: expected shape"),
+        (rotary.apply_rotary_emb, (x[0], cos, sin), "x: expected 4 dimensions"),
+        (rotary.apply_rotary, (x, cos, sin, one[:0]), "seqlen_offsets: expected shape"),
+        (rotary.apply_rotary_emb_qkv_, (x, cos, sin), "num_heads_q: expected an int"),
+        (rotary.RotaryEmbedding(8), (x, None, one), "max_seqlen: expected an int"),
     ):
         with pytest.raises(ValueError, match=text):
-            rotary.apply_rotary_emb(*arguments)
-    with pytest.raises(ValueError, match="num_heads_q: expected an int"):
-        rotary.apply_rotary_emb_qkv_(x, cos, sin)
-    with pytest.raises(ValueError, match="max_seqlen: expected an int"):
-        rotary.RotaryEmbedding(8)(x, seqlen_offset=torch.tensor([1]))
+            function(*arguments)

@@ -50,8 +50,8 @@ rawmla.install_flash_attn()
 rawmla.install_flash_attn((2, 3))
 assert answers() == [True, True, False] and len(sys.path) == len(before) + 2
 assert metadata.version("flash_attn") == metadata.version("flash-attn") == "2.8.3"
-import flash_attn, flash_attn_2_cuda, flash_attn_interface, flash_attn_3, flash_attn_config
-import flash_attn_3.flash_attn_interface, flash_attn.flash_attn_interface as interface
+import flash_attn, flash_attn_2_cuda, flash_attn_3.flash_attn_interface, flash_attn_config
+import flash_attn_interface, flash_attn.flash_attn_interface as interface
 from flash_attn.bert_padding import pad_input, unpad_input
 from flash_attn.layers.rotary import RotaryEmbedding, apply_rotary_emb
 from flash_attn.ops.triton.rotary import apply_rotary
@@ -64,11 +64,10 @@ for name in ("losses.cross_entropy", "ops.triton.cross_entropy", "ops.rms_norm",
         print("imported", importlib.import_module("flash_attn." + name))
     except ImportError:
         pass
-torch = sys.modules["torch"]
+import torch.nn.attention
 assert not torch.cuda.is_initialized() and hasattr(torch.ops.flash_attn_3, "bwd")
-from torch.nn import attention
-if hasattr(attention, "activate_flash_attention_impl"):
-    attention.activate_flash_attention_impl("FA3")
+if hasattr(torch.nn.attention, "activate_flash_attention_impl"):
+    torch.nn.attention.activate_flash_attention_impl("FA3")
 assert {{"flash_attn", "flash_attn_2_cuda", "flash_attn_3"}} < set(rawmla.compat.status()["flash_attn"])
 child = os.fork()
 if not child:
@@ -148,15 +147,14 @@ module.is_flash_attn_2_available()
 install((3, 2))
 module._package_distribution_mapping()
 install(3)
-install(5)
-install((), dropout="error")
+install((5,))
 install(2, dropout="yes")
 """
-    first, late, second, *later, five, none, dropout = succeeds(code, tmp_path).splitlines()
+    first, late, second, *later, five, dropout = succeeds(code, tmp_path).splitlines()
     assert first == second == "installed" and len(later) == 2
     for error, name in zip((late, *later), ("flash-attn-3", "flash-attn", "flash-attn-3"), strict=True):
         assert "before transformers is imported" in error and f"there is no {name};" in error
-    assert five == "versions: expected some of 2, 3 and 4, got 5" and "got ()" in none
+    assert five == "versions: expected some of 2, 3 and 4, got (5,)"
     assert dropout == "dropout: expected 'error' or 'ignore', got 'yes'"
 
 
@@ -200,10 +198,7 @@ def test_path_and_check(
 def test_wheels_and_kernels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["flash-attn", "--fa", "2,4", "--wheel", str(tmp_path)]) == 0
     two, four = map(Path, capsys.readouterr().out.splitlines())
-    assert (two.name, four.name) == (
-        "flash_attn-2.8.3-py3-none-any.whl",
-        "flash_attn_4-4.0.0b36-py3-none-any.whl",
-    )
+    assert two.name == "flash_attn-2.8.3-py3-none-any.whl" and four.name.startswith("flash_attn_4-4.0.0b36-")
     archive = zipfile.ZipFile(two)
     rows = archive.read("flash_attn-2.8.3.dist-info/RECORD").decode().splitlines()
     assert [row.split(",")[0] for row in rows] == archive.namelist() and rows[-1].endswith("RECORD,,")

@@ -263,8 +263,7 @@ def test_windows_and_lengths(reached: list[Reached], window: Any) -> None:
 
 def test_dropout(reached: list[Reached], monkeypatch: pytest.MonkeyPatch) -> None:
     q = array(B, S, H, D)
-    wanted = r'dropout_p: rawmla has no dropout, got 0.1; .*install_flash_attn\(dropout="ignore"\)'
-    with pytest.raises(ValueError, match=wanted):
+    with pytest.raises(ValueError, match='dropout_p: .* got 0.1; .*install_flash_attn.dropout="ignore".'):
         fa2.flash_attn_func(q, q, q, 0.1)
     monkeypatch.setattr(refusals, "_dropout", "ignore")
     monkeypatch.setattr(refusals, "_has_warned", False)
