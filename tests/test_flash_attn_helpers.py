@@ -114,8 +114,7 @@ def test_module(scale_base: float | None) -> None:
     out.sum().backward()
     assert torch.equal(qkv.grad[:, :, 2], torch.ones_like(v)) and (qkv.grad[:, :, :2] != 1).any()
     out = module(torch.cat((q, k[:, :, :2], v[:, :, :2]), 2), seqlen_offset=2, num_heads_q=4)
-    parts = expected[:, :, 0], expected[:, :, 1, :2], v[:, :, :2]
-    torch.testing.assert_close(out, torch.cat(parts, 2))
+    torch.testing.assert_close(out, torch.cat((expected[:, :, 0], expected[:, :, 1, :2], v[:, :, :2]), 2))
     q_out, kv_out = module(q.clone(), torch.stack((k, v), 2), torch.tensor([2, 2]), max_seqlen=7)
     torch.testing.assert_close(torch.cat((q_out.unsqueeze(2), kv_out), 2), expected)
 
@@ -124,7 +123,6 @@ def test_rotary_refusals() -> None:
     x, (cos, sin), one = torch.randn(1, 5, 1, 8), tables(4, 4), torch.tensor([1])
     for function, arguments, text in (
         (rotary.apply_rotary_emb, (x, cos, sin), "cos: expected at least 5 rows"),
-        (rotary.apply_rotary_emb, (x[:, :3], cos, sin[:3]), "sin: expected shape"),
         (rotary.apply_rotary_emb, (x[..., :6], cos, sin), "cos: expected shape"),
         (rotary.apply_rotary_emb, (x[0], cos, sin), "x: expected 4 dimensions"),
         (rotary.apply_rotary, (x, cos, sin, one[:0]), "seqlen_offsets: expected shape"),

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import timeit
 from collections.abc import Callable
 from importlib import import_module
 from math import inf
 from operator import attrgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -60,8 +62,8 @@ def test_other_names() -> None:
         assert len(inspect.signature(getattr(fa2_cuda, name)).parameters) == count, name
     for name in ("forward", "backward", "varlen_forward", "varlen_backward"):
         assert getattr(fa2, f"_wrapped_flash_attn_{name}") is getattr(fa2, f"_flash_attn_{name}")
-    public = [name for name in fa2.__all__ if not name.startswith("_")]
-    assert len(public) == 7 and rotary.apply_rotary_emb_func is rotary.apply_rotary_emb
+    assert sum(name.startswith("flash") for name in fa2.__all__) == 7
+    assert rotary.apply_rotary_emb_func is rotary.apply_rotary_emb
     for name, schema in fa3_ops.SCHEMAS.items():
         defined = str(getattr(torch.ops.flash_attn_3, name).default._schema)
         assert defined.replace("softcap=0.,", "softcap=0.0,") == f"flash_attn_3::{name}{schema}"
@@ -70,15 +72,10 @@ def test_other_names() -> None:
     assert not fa3_config.CONFIG["build_flags"]["FLASHATTENTION_DISABLE_HDIM256"]
 
 
-class Reached(NamedTuple):
-    function: str
-    given: dict[str, Any]
-
-
 @pytest.fixture
-def reached(monkeypatch: pytest.MonkeyPatch) -> list[Reached]:
+def reached(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Calls of the stub core, with its own defaults. Its first query sees no key."""
-    noted: list[Reached] = []
+    noted: list[Any] = []
 
     def stub(home: Any, name: str, core: Callable[..., Any]) -> None:
         form = inspect.signature(core)
@@ -86,8 +83,8 @@ def reached(monkeypatch: pytest.MonkeyPatch) -> list[Reached]:
         def call(*args: Any, **kwargs: Any) -> Any:
             bound = form.bind(*args, **kwargs)
             bound.apply_defaults()
-            noted.append(Reached(name, dict(bound.arguments)))
-            given = noted[-1].given
+            noted.append(SimpleNamespace(function=name, given=bound.arguments))
+            given = bound.arguments
             if "backward" in name:
                 return given["dq"], given["dk"], given["dv"]
             q = given["qkv"].unbind(1)[0] if "qkv" in given else given["q"]
@@ -109,13 +106,16 @@ def array(*shape: int) -> Any:
     return torch.ones(shape, dtype=torch.bfloat16)
 
 
+def address(x: Any) -> Any:
+    return x.data_ptr() if isinstance(x, torch.Tensor) else x
+
+
 def ints(*shape: int) -> Any:
     return torch.ones(shape, dtype=torch.int32)
 
 
 VALUES, CORE_NAMES = TABLE["values"], TABLE["core"]["names"]
-IGNORED = {*VALUES["ignored"], *VALUES["fixed"]}
-"""Arguments that need not reach the core: some are for other kinds of calls."""
+IGNORED = {*VALUES["ignored"], *VALUES["fixed"]}  # these need not reach the core
 
 
 def values(module: str, name: str) -> dict[str, Any]:
@@ -146,16 +146,11 @@ def values(module: str, name: str) -> dict[str, Any]:
     return made
 
 
-def same(x: Any, y: Any) -> bool:
-    return x.data_ptr() == y.data_ptr() if isinstance(x, torch.Tensor) else x == y
+ATTEND = re.compile("_?flash_attn_(?!combine)")
 
 
-ATTEND = [one for one in FUNCTIONS if MODULES[one[0]] in (fa2, fa3, fa4) and "_attn_" in one[1]]
-ATTEND.remove(("flash_attn_interface", "flash_attn_combine"))
-
-
-@pytest.mark.parametrize(("module", "name"), ATTEND)
-def test_calls(reached: list[Reached], module: str, name: str) -> None:
+@pytest.mark.parametrize(("module", "name"), [one for one in FUNCTIONS if ATTEND.match(one[1])])
+def test_calls(reached: list[Any], module: str, name: str) -> None:
     """Every number of positional arguments, the rest by keyword."""
     form = inspect.signature(ours(module, name)).parameters
     given = values(module, name)
@@ -163,21 +158,21 @@ def test_calls(reached: list[Reached], module: str, name: str) -> None:
     for count in range(len(order) + 1):
         head = [given[parameter] for parameter in order[:count]]
         ours(module, name)(*head, **{key: x for key, x in given.items() if key not in order[:count]})
-    assert len(reached) == len(order) + 1
+    kvcache = "flash_attn_with_kvcache"
+    assert [one.function == kvcache for one in reached] == [name == kvcache] * (len(order) + 1)
     if "window_size_left" in given:
         given["window_size"] = given.pop("window_size_left"), given.pop("window_size_right")
-    for function, got in reached:
-        assert (function == "flash_attn_with_kvcache") == ("kvcache" in name)
+    for got in (one.given for one in reached):
         for parameter, value in given.items():
             to = CORE_NAMES.get(parameter, parameter)
             if to in got and value is not None:
-                assert same(value, got[to]), parameter
+                assert address(value) == address(got[to]), parameter
             elif value is not None and parameter not in IGNORED:  # packed ones are taken apart
                 assert (parameter in ("qkv", "kv")) > ("varlen" in name), parameter
 
 
 @pytest.mark.parametrize("module", [fa2, fa3])
-def test_results(reached: list[Reached], module: Any) -> None:
+def test_results(reached: list[Any], module: Any) -> None:
     """What comes back, by generation; the first query sees no key."""
     q, x = array(B, H, S, D).transpose(1, 2), array(B, S - 1, H, D)
     packed, starts = array(S, H, D), ints(B + 1)
@@ -193,7 +188,7 @@ def test_results(reached: list[Reached], module: Any) -> None:
     assert lse.shape == (B, H, S) and lse[0, 0, 0] == empty and len(rest) == 2 * (module is fa3)
 
 
-def test_results_of_fa4(reached: list[Reached]) -> None:
+def test_results_of_fa4(reached: list[Any]) -> None:
     q, x, starts = array(B, H, S, D).transpose(1, 2), array(B, S - 1, H, D), ints(B + 1)
     out, none = fa4.flash_attn_func(q, x, x)
     assert out.is_contiguous() and none is None
@@ -206,7 +201,7 @@ def test_results_of_fa4(reached: list[Reached]) -> None:
     assert reached[-1].function == "flash_attn_with_kvcache"
 
 
-def test_private_results(reached: list[Reached]) -> None:
+def test_private_results(reached: list[Any]) -> None:
     q, x, starts, pages, table = (
         array(B, S, H, D),
         array(S, H, D),
@@ -241,7 +236,7 @@ def test_private_results(reached: list[Reached]) -> None:
 
 
 @pytest.mark.parametrize("window", [(3, 4), [3, 4], torch.tensor([3, 4])], ids=["tuple", "list", "tensor"])
-def test_windows_and_lengths(reached: list[Reached], window: Any) -> None:
+def test_windows_and_lengths(reached: list[Any], window: Any) -> None:
     q, k, starts = array(S, H, D), array(5, H, D), ints(B + 1)
     fa2.flash_attn_varlen_func(
         q, k, k, starts, starts, torch.tensor(7), torch.tensor(8), window_size=window, s_aux=starts
@@ -261,7 +256,7 @@ def test_windows_and_lengths(reached: list[Reached], window: Any) -> None:
     assert reached[-1].given["q"].shape[2] == H and reached[-1].given["v"].shape[2] == 2
 
 
-def test_dropout(reached: list[Reached], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dropout(reached: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     q = array(B, S, H, D)
     with pytest.raises(ValueError, match='dropout_p: .* got 0.1; .*install_flash_attn.dropout="ignore".'):
         fa2.flash_attn_func(q, q, q, 0.1)
@@ -299,7 +294,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("function", "arguments", "text"), REFUSED)
-def test_refusals(reached: list[Reached], function: Any, arguments: dict[str, Any], text: str) -> None:
+def test_refusals(reached: list[Any], function: Any, arguments: dict[str, Any], text: str) -> None:
     names = inspect.signature(function).parameters
     needed = {name: array(1, 1, 1, 8) for name in ("q", "k", "v", "k_cache", "v_cache") if name in names}
     with pytest.raises((TypeError, ValueError, NotImplementedError), match=f"^{text}"):
@@ -344,7 +339,7 @@ def test_metadata_and_combine() -> None:
     assert fa3.flash_attn_combine(outs, parts.logsumexp(-1), None, torch.float16)[0].dtype is torch.float16
 
 
-def test_status_and_overhead(reached: list[Reached], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_status_and_overhead(reached: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     q = array(B, S, H, D)
     monkeypatch.setattr(usage.USED["flash_attn.flash_attn_func"], "calls", 0)
     fa2.flash_attn_func(q, q, q)
