@@ -31,16 +31,6 @@ answers = lambda: [is_there(*names) for names in NAMES]
 '''
 
 
-@pytest.fixture
-def foreign(tmp_path: Path) -> Path:
-    """A folder with a flash_attn that is not ours, and a module of it that rawmla does not have."""
-    package = tmp_path / "site" / "flash_attn"
-    package.mkdir(parents=True)
-    for name in ("__init__", "losses", "bert_padding"):
-        (package / f"{name}.py").write_text("whose = 'theirs'\n")
-    return package.parent
-
-
 def test_this_process_and_its_children(tmp_path: Path) -> None:
     code = f"""{ASK}
 import os, rawmla
@@ -84,7 +74,12 @@ assert not [name for name in sys.modules if name.startswith("flash_attn")]
 
 
 @pytest.mark.parametrize("imported", (False, True))
-def test_foreign_module(tmp_path: Path, foreign: Path, imported: bool) -> None:
+def test_foreign_module(tmp_path: Path, imported: bool) -> None:
+    """It has a module that rawmla does not have."""
+    package = tmp_path / "site" / "flash_attn"
+    package.mkdir(parents=True)
+    for name in ("__init__", "losses", "bert_padding"):
+        (package / f"{name}.py").write_text("whose = 'theirs'\n")
     code = f"""
 import sys, rawmla
 if {imported}:
@@ -102,9 +97,9 @@ rawmla.uninstall_flash_attn()
 import flash_attn
 print(flash_attn.whose, {imported} and flash_attn is theirs)
 """
-    error, whose = succeeds(code, tmp_path, foreign).splitlines()
+    error, whose = succeeds(code, tmp_path, package.parent).splitlines()
     assert error.startswith("replace: expected True, because another flash_attn is ")
-    assert str(foreign) in error and "install_flash_attn(replace=True)" in error
+    assert str(package) in error and "install_flash_attn(replace=True)" in error
     assert whose == f"theirs {imported}"
 
 
