@@ -55,15 +55,18 @@ def flash_attn_func(
             block_sparse_tensors, block_sparse_tensors_bwd)  # fmt: skip
     if window_size.__class__ is not tuple:
         window_size = as_pair(window_size)
-    check_num_splits(num_splits)
-    check_hints(pack_gqa, 0, None)
+    if num_splits != 1:
+        check_num_splits(num_splits)
+    if pack_gqa is not None:
+        check_hints(pack_gqa, 0, None)
     out, lse = dense.flash_attn_func(
         q, k, v, 0.0, softmax_scale, causal, window_size, softcap or 0.0, None, deterministic,
         attn_sink=learnable_sink,
     )  # fmt: skip
     _plain.note(FORM, q, k)
-    wants_lse = return_lse or needs_gradient(q, k, v, learnable_sink)
-    return contiguous(out), _with_sink(lse, learnable_sink) if wants_lse else None
+    if return_lse or needs_gradient(q, k, v, learnable_sink):
+        return contiguous(out), _with_sink(lse, learnable_sink)
+    return contiguous(out), None
 
 
 def flash_attn_varlen_func(
@@ -109,31 +112,35 @@ def flash_attn_varlen_func(
             block_sparse_tensors, None)  # fmt: skip
     if window_size.__class__ is not tuple:
         window_size = as_pair(window_size)
-    check_num_splits(num_splits)
-    check_hints(pack_gqa, 0, None)
+    if num_splits != 1:
+        check_num_splits(num_splits)
+    if pack_gqa is not None:
+        check_hints(pack_gqa, 0, None)
     softcap = softcap or 0.0
+    if cu_seqlens_q is not None and max_seqlen_q.__class__ is not int:
+        max_seqlen_q = as_bound(max_seqlen_q, q.shape[0])
     if cu_seqlens_q is not None and cu_seqlens_k is not None and page_table is None:
+        if max_seqlen_k.__class__ is not int:
+            max_seqlen_k = as_bound(max_seqlen_k, k.shape[0])
         out, lse = dense.flash_attn_varlen_func(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, as_bound(max_seqlen_q, q.shape[0]),
-            as_bound(max_seqlen_k, k.shape[0]), 0.0, softmax_scale, causal, deterministic,
-            window_size=window_size, softcap=softcap, attn_sink=learnable_sink, seqused_q=seqused_q,
-            seqused_k=seqused_k,
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, 0.0, softmax_scale, causal,
+            deterministic, window_size=window_size, softcap=softcap, attn_sink=learnable_sink,
+            seqused_q=seqused_q, seqused_k=seqused_k,
         )  # fmt: skip
-        lse = lse.t()
     else:
         if seqused_q is not None:
             unsupported("seqused_q")
         out, lse = rawmla.flash_attn_with_kvcache(
             q, k, v, cache_seqlens=seqused_k, block_table=page_table, cu_seqlens_q=cu_seqlens_q,
-            max_seqlen_q=None if cu_seqlens_q is None else as_bound(max_seqlen_q, q.shape[0]),
+            max_seqlen_q=None if cu_seqlens_q is None else max_seqlen_q,
             cu_seqlens_k=cu_seqlens_k if seqused_k is None else None, softmax_scale=softmax_scale,
             causal=causal, window_size=window_size, softcap=softcap, attn_sink=learnable_sink,
             num_splits=num_splits,
         )  # fmt: skip
-        lse = lse.transpose(-1, -2)
     _varlen.note(FORM, q, k)
-    wants_lse = return_lse or needs_gradient(q, k, v, learnable_sink)
-    return contiguous(out), _with_sink(lse, learnable_sink) if wants_lse else None
+    if return_lse or needs_gradient(q, k, v, learnable_sink):
+        return contiguous(out), _with_sink(lse.transpose(-1, -2), learnable_sink)
+    return contiguous(out), None
 
 
 def _refuse(
