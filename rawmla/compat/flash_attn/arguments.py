@@ -40,7 +40,10 @@ def with_plus_inf(lse: Any) -> Any:
 
 
 def lse_of_equal_lengths(lse: Any, q: Any, k: Any) -> Any:
-    """The same where all requests have one length: with as many keys as queries, no row is without keys."""
+    """Replace -inf by +inf where all requests have one length.
+
+    With at least as many keys as queries, every query sees a key, whatever the mask.
+    """
     return lse if k.shape[1] >= q.shape[1] else with_plus_inf(lse)
 
 

@@ -117,6 +117,4 @@ def _packed(hidden_states: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
 
 
 def _starts(lengths: torch.Tensor) -> torch.Tensor:
-    starts = torch.zeros(lengths.shape[0] + 1, dtype=torch.int32, device=lengths.device)
-    torch.cumsum(lengths, 0, dtype=torch.int32, out=starts[1:])
-    return starts
+    return torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))

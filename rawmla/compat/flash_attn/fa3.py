@@ -234,7 +234,9 @@ def flash_attn_with_kvcache(
         unsupported("attention_chunk")
     if window_size.__class__ is not tuple:
         window_size = as_pair(window_size)
-    if cu_seqlens_q is not None and max_seqlen_q.__class__ is not int:
+    if cu_seqlens_q is None:
+        max_seqlen_q = None  # some callers pass it with a q that says it by its shape
+    elif max_seqlen_q.__class__ is not int:
         max_seqlen_q = as_bound(max_seqlen_q, q.shape[0])
     if pack_gqa is not None or sm_margin != 0 or scheduler_metadata is not None:
         check_hints(pack_gqa, sm_margin, scheduler_metadata)

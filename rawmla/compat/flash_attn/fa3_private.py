@@ -60,8 +60,7 @@ def _flash_attn_forward(
         unsupported("attention_chunk")
     check_hints(pack_gqa, sm_margin, scheduler_metadata)
     window = window_size_left, window_size_right
-    if cu_seqlens_q is not None:
-        max_seqlen_q = as_bound(max_seqlen_q, q.shape[0])
+    max_seqlen_q = None if cu_seqlens_q is None else as_bound(max_seqlen_q, q.shape[0])
     in_cache = not (k_new is page_table is kv_batch_idx is leftpad_k is rotary_cos is None)
     is_varlen = cu_seqlens_q is not None and cu_seqlens_k is not None
     if in_cache or (not is_varlen and (cu_seqlens_q is not None or seqused_k is not None)):
