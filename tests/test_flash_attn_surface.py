@@ -225,7 +225,9 @@ def test_private_results(reached: list[Any]) -> None:
     assert reached[-1].function == "flash_attn_with_kvcache" and reached[-1].given["rotary_cos"] is q
     fa3._flash_attn_forward(q, q, q, q, q, seqused_k=starts, num_splits=3)
     assert reached[-1].function == "flash_attn_with_kvcache" and reached[-1].given["num_splits"] == 3
-    out, *rest = fa3_ops._fwd(q.requires_grad_(), q, q)
+    fa2_cuda.fwd(q.requires_grad_(), q, q, None, None, 0.0, 1.0, False, -1, -1, 0.0, False)
+    assert not any(reached[-1].given[name].requires_grad for name in "qkv")
+    out, *rest = fa3_ops._fwd(q, q, q)
     assert reached[-1].function == "flash_attn_func" and len(rest) == 3 and not out.requires_grad
     assert len(fa3_ops._bwd(q, q, q, q, q, lse)) == 5
     dq, *rest = fa2_cuda.bwd(q, q, q, q, q, lse, q, q, q, None, 0.0, 1.0, True, -1, -1, 0.0, True)

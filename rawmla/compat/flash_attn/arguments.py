@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ...call import tracing
+from ...call.arrays import needs_gradient
 
 DTYPES = (torch.bfloat16, torch.float16)
 
@@ -32,6 +33,11 @@ def as_bound(length: Any, tokens: int) -> Any:
     if length.device.type != "cpu" or tracing.is_traced(length):
         return tokens
     return int(length)
+
+
+def detached(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
+    """Return the same arrays without a graph, for functions that have none in FlashAttention either."""
+    return (q.detach(), k.detach(), v.detach()) if needs_gradient(q, k, v) else (q, k, v)
 
 
 def with_plus_inf(lse: Any) -> Any:

@@ -12,7 +12,7 @@ import torch
 import rawmla
 
 from ...api import dense_backward
-from .arguments import DTYPES, with_plus_inf
+from .arguments import DTYPES, detached, with_plus_inf
 from .fa2_private import forward, varlen_forward
 from .refusals import refuse_dropout, refuse_dtype
 
@@ -166,6 +166,7 @@ def fwd_kvcache(
     """Return out and lse of `flash_attn_with_kvcache`; `out` may be None."""
     if getattr(q, "dtype", None) not in DTYPES:
         refuse_dtype("q", q)
+    q, k_cache, v_cache = detached(q, k_cache, v_cache)
     out, lse = rawmla.flash_attn_with_kvcache(
         q, k_cache, v_cache, k, v, rotary_cos=rotary_cos, rotary_sin=rotary_sin, cache_seqlens=cache_seqlens,
         cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, block_table=block_table,

@@ -9,7 +9,7 @@ import torch
 import rawmla
 
 from ...api import dense, dense_backward
-from .arguments import DTYPES, as_bound, lse_of_equal_lengths, with_plus_inf
+from .arguments import DTYPES, as_bound, detached, lse_of_equal_lengths, with_plus_inf
 from .refusals import refuse_dropout, refuse_dtype, unsupported
 
 __all__ = [
@@ -63,6 +63,7 @@ def forward(
         refuse_dtype("q", q)
     if dropout_p:
         refuse_dropout(dropout_p)
+    q, k, v = detached(q, k, v)
     out, lse = dense.flash_attn_func(
         q, k, v, 0.0, softmax_scale, causal, window, softcap, alibi_slopes, out=out
     )
@@ -131,6 +132,7 @@ def varlen_forward(
         )
     if max_seqlen_q.__class__ is not int:
         max_seqlen_q = as_bound(max_seqlen_q, q.shape[0])
+    q, k, v = detached(q, k, v)
     if zero_tensors:  # rows of no request are not written
         out = q.new_zeros((*q.shape[:-1], v.shape[-1])) if out is None else out.zero_()
     if block_table is not None:

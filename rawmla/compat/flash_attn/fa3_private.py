@@ -9,7 +9,7 @@ import torch
 import rawmla
 
 from ...api import dense, dense_backward
-from .arguments import DTYPES, as_bound, check_hints, contiguous
+from .arguments import DTYPES, as_bound, check_hints, contiguous, detached
 from .refusals import refuse_dtype, unsupported
 
 Four = tuple[Any, Any, Any, Any]
@@ -59,6 +59,7 @@ def _flash_attn_forward(
     if attention_chunk:
         unsupported("attention_chunk")
     check_hints(pack_gqa, sm_margin, scheduler_metadata)
+    q, k, v = detached(q, k, v)
     window = window_size_left, window_size_right
     max_seqlen_q = None if cu_seqlens_q is None else as_bound(max_seqlen_q, q.shape[0])
     in_cache = not (k_new is page_table is kv_batch_idx is leftpad_k is rotary_cos is None)
