@@ -11,6 +11,8 @@ from ...call import tracing
 from ...call.arrays import needs_gradient
 
 DTYPES = (torch.bfloat16, torch.float16)
+CACHE_DTYPES = (*DTYPES, torch.float8_e4m3fn)
+"""Dtypes of queries over caches in FlashAttention-3."""
 
 
 def as_pair(window_size: Any) -> Any:
@@ -38,6 +40,11 @@ def as_bound(length: Any, tokens: int) -> Any:
 def detached(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
     """Return the same arrays without a graph, for functions that have none in FlashAttention either."""
     return (q.detach(), k.detach(), v.detach()) if needs_gradient(q, k, v) else (q, k, v)
+
+
+def heads_first(lse: Any) -> Any:
+    """Return an lse with heads before tokens, as it is already where requests have a dimension."""
+    return lse.t() if lse.ndim == 2 else lse
 
 
 def with_plus_inf(lse: Any) -> Any:

@@ -278,5 +278,5 @@ def flash_attn_with_kvcache(
     )  # fmt: skip
     _kvcache.note(FORM, q, k_cache)
     if return_softmax_lse:
-        return out, with_plus_inf(lse.transpose(1, 2))
+        return out, with_plus_inf(lse)
     return out

@@ -174,4 +174,4 @@ def fwd_kvcache(
         softcap=softcap, rotary_interleaved=is_rotary_interleaved, alibi_slopes=alibi_slopes,
         num_splits=num_splits, out=out,
     )  # fmt: skip
-    return [out, with_plus_inf(lse.transpose(1, 2))]
+    return [out, with_plus_inf(lse)]

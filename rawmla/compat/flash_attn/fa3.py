@@ -16,7 +16,16 @@ from ...api import dense
 from ...mha.arguments import NO_WINDOW
 from ..usage import Usage
 from . import fa3_ops
-from .arguments import DTYPES, as_bound, as_pair, check_hints, check_num_splits, contiguous
+from .arguments import (
+    CACHE_DTYPES,
+    DTYPES,
+    as_bound,
+    as_pair,
+    check_hints,
+    check_num_splits,
+    contiguous,
+    heads_first,
+)
 from .fa3_combine import flash_attn_combine, get_scheduler_metadata
 from .fa3_private import _flash_attn_backward, _flash_attn_forward
 from .refusals import refuse_dtype, unsupported
@@ -226,7 +235,7 @@ def flash_attn_with_kvcache(
     Returns out, or with `return_softmax_lse` (out, lse, two empty tensors); lse is `[b, h_q, s_q]`, or
     `[h_q, total_q]` with `cu_seqlens_q`. `scheduler_metadata` is never read.
     """
-    if getattr(q, "dtype", None) not in DTYPES:
+    if getattr(q, "dtype", None) not in CACHE_DTYPES:
         refuse_dtype("q", q)
     if qv is not None:
         unsupported("qv")
@@ -254,4 +263,4 @@ def flash_attn_with_kvcache(
     if not return_softmax_lse:
         return out
     nothing = q.new_empty(0, dtype=torch.float32)
-    return out, lse.transpose(-1, -2), nothing, nothing
+    return out, heads_first(lse), nothing, nothing

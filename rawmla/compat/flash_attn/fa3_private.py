@@ -9,7 +9,7 @@ import torch
 import rawmla
 
 from ...api import dense, dense_backward
-from .arguments import DTYPES, as_bound, check_hints, contiguous, detached
+from .arguments import CACHE_DTYPES, DTYPES, as_bound, check_hints, contiguous, detached, heads_first
 from .refusals import refuse_dtype, unsupported
 
 Four = tuple[Any, Any, Any, Any]
@@ -52,8 +52,6 @@ def _flash_attn_forward(
     sm_margin: int = 0,
 ) -> Four:
     """Return out, lse with heads before tokens, and two empty tensors."""
-    if getattr(q, "dtype", None) not in DTYPES:
-        refuse_dtype("q", q)
     if qv is not None:
         unsupported("qv")
     if attention_chunk:
@@ -64,7 +62,10 @@ def _flash_attn_forward(
     max_seqlen_q = None if cu_seqlens_q is None else as_bound(max_seqlen_q, q.shape[0])
     in_cache = not (k_new is page_table is kv_batch_idx is leftpad_k is rotary_cos is None)
     is_varlen = cu_seqlens_q is not None and cu_seqlens_k is not None
-    if in_cache or (not is_varlen and (cu_seqlens_q is not None or seqused_k is not None)):
+    in_cache |= not is_varlen and (cu_seqlens_q is not None or seqused_k is not None)
+    if getattr(q, "dtype", None) not in (CACHE_DTYPES if in_cache else DTYPES):
+        refuse_dtype("q", q)
+    if in_cache:
         if seqused_q is not None:
             unsupported("seqused_q")
         out, lse = rawmla.flash_attn_with_kvcache(
@@ -77,20 +78,18 @@ def _flash_attn_forward(
             causal=causal, window_size=window, softcap=softcap, rotary_interleaved=rotary_interleaved,
             num_splits=num_splits, out=out_,
         )  # fmt: skip
-        lse = lse.transpose(-1, -2)
     elif is_varlen:
         out, lse = dense.flash_attn_varlen_func(
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, as_bound(max_seqlen_k, k.shape[0]), 0.0,
             softmax_scale, causal, window_size=window, softcap=softcap, seqused_q=seqused_q,
             seqused_k=seqused_k, out=out_,
         )  # fmt: skip
-        lse = lse.t()
     else:
         if seqused_q is not None:
             unsupported("seqused_q")
         out, lse = dense.flash_attn_func(q, k, v, 0.0, softmax_scale, causal, window, softcap, out=out_)
     nothing = q.new_empty(0, dtype=torch.float32)
-    return out if out_ is not None else contiguous(out), lse, nothing, nothing
+    return out if out_ is not None else contiguous(out), heads_first(lse), nothing, nothing
 
 
 def _flash_attn_backward(

@@ -15,7 +15,7 @@ import rawmla
 from ...api import dense
 from ...call.arrays import needs_gradient
 from ..usage import Usage
-from .arguments import DTYPES, as_bound, as_pair, check_hints, check_num_splits, contiguous
+from .arguments import DTYPES, as_bound, as_pair, check_hints, check_num_splits, contiguous, heads_first
 from .refusals import refuse_dtype, refuse_given, unsupported
 
 __all__ = ["flash_attn_func", "flash_attn_varlen_func"]
@@ -139,7 +139,7 @@ def flash_attn_varlen_func(
         )  # fmt: skip
     _varlen.note(FORM, q, k)
     if return_lse or needs_gradient(q, k, v, learnable_sink):
-        return contiguous(out), _with_sink(lse.transpose(-1, -2), learnable_sink)
+        return contiguous(out), _with_sink(heads_first(lse), learnable_sink)
     return contiguous(out), None
 
 
