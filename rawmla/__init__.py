@@ -37,6 +37,7 @@ _MODULE_OF = {
     "flash_attn_varlen_func": "api.dense",
     "flash_attn_varlen_kvpacked_func": "api.dense",
     "flash_attn_varlen_qkvpacked_func": "api.dense",
+    "flash_attn_with_kvcache": "api.kvcache",
     "flash_mla_sparse_fwd": "api.sparse_prefill",
     "flash_mla_with_kvcache": "api.decode",
     "flex_attention": "api.flex",
@@ -51,6 +52,7 @@ _MODULE_OF = {
     "quantize_k_cache": "api.cache",
     "reference": "",
     "trace_mod": "api.flex",
+    "transformers": "",
     "uninstall_flash_attn": "compat",
     "uninstall_flash_mla": "compat",
     "warmup": "preload",
@@ -63,11 +65,13 @@ __all__ = ["__version__", *_MODULE_OF]  # noqa: PLE0604
 if TYPE_CHECKING:  # for type checkers, which do not follow the table
     from . import compat as compat
     from . import reference as reference
+    from . import transformers as transformers
     from .api.cache import *  # noqa: F403
     from .api.decode import *  # noqa: F403
     from .api.dense import *  # noqa: F403
     from .api.dense_backward import *  # noqa: F403
     from .api.flex import *  # noqa: F403
+    from .api.kvcache import *  # noqa: F403
     from .api.plan import *  # noqa: F403
     from .api.prefix import *  # noqa: F403
     from .api.sparse_prefill import *  # noqa: F403

@@ -56,6 +56,7 @@ def test_without_a_gpu(path: Path) -> None:
     [
         ("cupy_only", "ml_dtypes", "ml_dtypes"),
         ("deepseek_v3_transformers", "transformers", '"transformers>=5.17"'),
+        ("any_transformers_model", "transformers", '"transformers>=5.24"'),
     ],
 )
 def test_without_a_package(name: str, package: str, requirement: str, tmp_path: Path) -> None:

@@ -71,7 +71,7 @@
 #include "mla/selection.cuh"
 #include "mla/sink.cuh"
 #include "mla/splits.cuh"
-#include "mla/transposed.cuh"
+#include "layout/transposed.cuh"
 #include "mla/work_tiles.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/memory.cuh"

@@ -144,7 +144,7 @@ struct TileScheduler {
         const int lane = threadIdx.x % 32, request = first_request + lane;
         int rows = 0;
         if (request < params.b) rows = Segment(params.cu_seqlens_q, request, params.total_q, 0).count;
-        if (params.skip_decode && rows == 1) rows = 0;
+        if (rows <= params.skip_tokens) rows = 0;
         tiles_upto = ceil_div(rows, tokens) * params.heads;
 #pragma unroll
         for (int distance = 1; distance < 32; distance *= 2) {
@@ -211,6 +211,11 @@ struct TileScheduler {
             const Segment k(params.cu_seqlens_k, request, params.total_k, params.seqlen_k);
             tile.k_begin = k.begin;
             tile.k_len = used_tokens(params.seqused_k, request, k.count);
+#if PAGE_ROWS
+            const Segment fresh(params.cu_seqlens_new, request, params.total_k, params.seqlen_new);
+            const int cached = params.seqused_k == nullptr ? k.count : params.seqused_k[request];
+            tile.k_len = clamp_int(min_int(cached, params.seqlen_k) + fresh.count, 0, params.seqlen_k);
+#endif
             tile.offset = tile.k_len - tile.q_len;
         }
     }

@@ -14,6 +14,8 @@ from .common import CHUNK, DTYPES, ceil_div, padded
 from .paged_cache import CACHE_DTYPES, PagedCache
 
 WARPGROUP_ROWS = 64
+PAGE_ROWS = 16
+"""Tokens of a block of a cache of rows that are copied together: cuda_src/mha/row_pages.cuh."""
 _STAGES = 2
 _BARRIER_BYTES = 512
 
@@ -107,6 +109,21 @@ def spec(
     return _variant(dtype, d_qk, d_v, tile, features, pages)
 
 
+def rows_spec(
+    dtype: str, d_qk: int, d_v: int, window: bool, softcap: bool, alibi: bool, paged: bool
+) -> jit.KernelSpec:
+    """The variant for a cache of rows; ``paged``: there is a block table."""
+    d_qk, d_v = padded(d_qk), padded(d_v)
+    tile = tile_of(d_qk, d_v, softcap or alibi)
+    features = {"WINDOW": window, "SOFTCAP": softcap, "ALIBI": alibi}
+    return _variant(dtype, d_qk, d_v, tile, features, page_rows=box_rows(tile, paged))
+
+
+def box_rows(tile: Tile, paged: bool) -> int:
+    """The tokens of a cache of rows that are copied together."""
+    return PAGE_ROWS if paged else tile.keys
+
+
 def flex_spec(
     dtype: str, d_qk: int, d_v: int, keys: int, max_scores: bool, header: tuple[str, str]
 ) -> jit.KernelSpec:
@@ -128,6 +145,7 @@ def _variant(
     tile: Tile,
     features: dict[str, bool],
     pages: Pages = NO_CACHE,
+    page_rows: int = 0,
     headers: tuple[tuple[str, str], ...] = (),
 ) -> jit.KernelSpec:
     """The variant with a tile, for head dimensions that `padded` returned."""
@@ -147,6 +165,7 @@ def _variant(
             ("OUT_BUFFER", out_buffer),
             ("OUT_FP8", pages.out_fp8),
             ("PAGED", pages.source),
+            ("PAGE_ROWS", page_rows),
             ("TILE_KEYS", tile.keys),
             *(_FEATURES | features).items(),
         ),
@@ -169,6 +188,18 @@ def specs(
                 found.append(spec(dtype, d_qk, d_v, window, softcap=False, alibi=False, pages=pages))
         found.append(mha_combine.spec(dtype, padded(d_v)))
     return list(dict.fromkeys(found))
+
+
+def rows_specs(dtype: str, head_dims: Iterable[tuple[int, int]]) -> list[jit.KernelSpec]:
+    """The variants for caches of rows in the same way."""
+    flags = (False, True)
+    found = [
+        rows_spec(dtype, *dims, window, False, False, paged)
+        for dims in head_dims
+        for window in flags
+        for paged in flags
+    ]
+    return [*found, *[mha_combine.spec(dtype, padded(d_v)) for _, d_v in head_dims]]
 
 
 _slow: BoundedTable[jit.KernelSpec, bool] = BoundedTable(1024)

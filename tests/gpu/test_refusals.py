@@ -33,7 +33,7 @@ def all_arguments(call: Call) -> Arguments:
 
 def _wrong_dtype(x: Any) -> Any:
     """bool or, for integers, int64, which is the common mistake."""
-    return x.bool() if x.is_floating_point() else x.long()
+    return x.float().bool() if x.is_floating_point() else x.long()
 
 
 def _another_shape(x: Any) -> Any:

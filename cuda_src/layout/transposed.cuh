@@ -1,5 +1,5 @@
-// Score and output fragments of transposed products, where tokens (or columns of V) are rows and up to 16
-// queries are columns: for tiles of few queries. A thread has four queries, i = 0 .. 3, and two rows of each:
+// Score and output fragments of transposed products, where tokens (or columns of V) are rows and queries are
+// columns: for tiles of few queries. Of 4 n queries a thread has n, i = 0 .. n - 1, and two rows of each:
 // lane / 4 and that + 8.
 #pragma once
 #include "common/types.cuh"

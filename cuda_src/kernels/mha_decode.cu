@@ -1,0 +1,402 @@
+// Attention of few query rows over a cache (Hopper, sm_90a): decoding of grouped queries, and appending of new
+// tokens to the cache. docs/kernels/mha_decode.md has the reasons.
+//
+//   S^T = K Q^T, with softcap and ALiBi, masked;  P = softmax(scale S);  O^T = V^T P^T
+//
+//   q [b, tokens, heads, D_QK] or segments of one array, caches [blocks, block size, KV heads, D], bf16 or
+//   fp16 -> out [b, tokens, heads, D_V], lse in float32, natural log; the cache gets k_new and v_new, K rotated
+//
+// Tokens are the rows of both products, so that few queries cost little: memory is the limit. A warpgroup of
+// math has its own query rows, and reads all of K and V in shared memory.
+//
+// Grid: a CTA for each SM, which shares the line of all blocks of keys (mha/decode_line.cuh); or, with
+// is_whole, a CTA for each pair. kernels/mha_decode_combine.cu adds up the parts of pairs that were cut.
+//
+// Roles (128 (MATH_GROUPS + 1) threads)
+//   math    MATH_GROUPS warpgroups   load Q; S^T, softmax, P, O^T, results
+//   loader  the last warpgroup       looks up pages, loads K and V (mha/decode_loader.cuh)
+//
+// Barrier       count                arrives, after what                       waits, before what   parity
+// bar_k_full[s] 128                  loader: its copies of K have landed       math: S^T            0
+// bar_k_free[s] 4 MATH_GROUPS        a lane of each warp of math: S^T done     loader: refill       1
+// bar_v_full[s] 128                  loader: its copies of V have landed       math: O^T            0
+// bar_v_free[s] 4 MATH_GROUPS        a lane of each warp of math: O^T done     loader: refill       1
+// NB_MATH + wg  128 (named)          warpgroup wg: Q, P, maxima, sums or O     the same: use them   -
+//                                    are in shared memory
+// NB_VOTE + wg  128 (named)          whether a score outgrew its reference;    follow it; overwrite -
+//                                    P of the block before read                P
+#include "common/math.cuh"
+#include "common/types.cuh"
+#include "layout/rescale.cuh"
+#include "layout/swizzled_tile.cuh"
+#include "layout/transposed.cuh"
+#include "mha/decode_fp8.cuh"
+#include "mha/decode_line.cuh"
+#include "mha/decode_loader.cuh"
+#include "mha/decode_output.cuh"
+#include "mha/decode_params.cuh"
+#include "mha/decode_rotary.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/memory.cuh"
+#include "ptx/sync.cuh"
+#include "ptx/wgmma.cuh"
+
+constexpr int kThreads = 128 * (kMathGroups + 1);
+static_assert(kThreads == THREADS, "THREADS is what the launch gives");
+static_assert(sizeof(SharedMemoryPlan) <= SMEM_BYTES, "SMEM_BYTES is what the launch asks for");
+static_assert(SMEM_BYTES <= kMaxSharedBytes, "more shared memory than a CTA may have");
+
+enum NamedBarrier : int { NB_MATH = 1, NB_VOTE = 1 + kMathGroups };
+
+// A warpgroup of math.
+class Math {
+  public:
+    __device__ __forceinline__ Math(const Params& params, SharedMemoryPlan& smem, int wg, int warp_idx)
+        : params(params), smem(smem), wg(wg), warp_idx(warp_idx) {}
+
+    __device__ __forceinline__ void run() {
+        for (Walk walk(params, smem.share); walk.next(params);) attend(walk);
+    }
+
+  private:
+    using Scores = float[kTokenTiles][kAccumulators];
+
+    const Params& params;
+    SharedMemoryPlan& smem;
+    const int wg, warp_idx;
+    u32 number = 0;  // of the next block
+    // Of the thread's rows
+    float m[kThreadRows], l[kThreadRows];  // references of the softmax; the thread's share of the sums
+    float slope[kThreadRows];              // ALiBi, times log2(e)
+    int diagonal[kThreadRows];             // the key that the row's token is aligned to
+    float scale_log2, score_scale;         // of the pair's scores: see Params
+
+    __device__ __forceinline__ u32 rows_address() const { return smem_address(smem.rows[wg]); }
+
+    // Q, in the layout that TMA would give it; zeros where there is no row.
+    __device__ __forceinline__ void load_q(const Walk& walk) const {
+        const int unit = threadIdx.x % 8;
+        const bool segments = params.cu_seqlens_q != nullptr;
+#pragma unroll
+        for (int own = threadIdx.x % 128 / 8; own < kOwnRows; own += 16) {
+            const RowPlace row(params, walk, walk.first_row(wg) + own);
+            const QElement* src = params.q + (segments ? 0 : walk.index * params.q_stride_b) +
+                             (walk.request.q_begin + row.token) * params.q_stride_s +
+                             row.head * params.q_stride_h;
+#if !CACHE_FP8
+            int position =
+                params.rotary_seqlens == nullptr ? walk.request.cached : params.rotary_seqlens[walk.index];
+            if (params.rotates_by_token) position += row.token;
+#endif
+#pragma unroll
+            for (int chunk = 0; chunk < kKChunks; ++chunk) {
+                uint4 value = make_uint4(0, 0, 0, 0);
+#if CACHE_FP8
+                if (row.exists) value = q_unit(src + 64 * chunk, unit, params.d_qk - 64 * chunk);
+#else
+                const int i = 8 * chunk + unit;
+                if (row.exists && 8 * i < params.d_qk) value = load_rotated(params, src, i, position);
+#endif
+                store_shared_16(rows_address() + chunk * Rows::kBytes + Rows::offset(own, unit), value);
+            }
+        }
+    }
+
+    __device__ __forceinline__ void attend(const Walk& walk) {
+        load_q(walk);
+        fence_proxy_async();
+        named_barrier_sync(NB_MATH + wg, 128);
+        const Request& request = walk.request;
+        const int shift = request.length - request.q_len;  // from a query's number to its diagonal
+        scale_log2 = params.scale_log2, score_scale = params.score_scale;
+        if constexpr (kFp8) {
+            const float factor =
+                descale(params.q_descale, params.q_descale_stride_b, params.q_descale_stride_h, walk) *
+                descale(params.k_descale, params.k_descale_stride_b, params.k_descale_stride_h, walk);
+            (kSoftcap ? score_scale : scale_log2) *= factor;
+        }
+        Output o;
+#pragma unroll
+        for (int i = 0; i < kThreadRows; ++i) {
+            m[i] = -kInfinity, l[i] = 0.0f;
+            const RowPlace row(params, walk, walk.first_row(wg) + query_of(i));
+            diagonal[i] = min_int(row.token, request.q_len - 1) + shift;
+            if constexpr (kAlibi)
+                slope[i] = !row.exists ? 0.0f
+                                       : kLog2E * params.alibi_slopes[walk.index * params.alibi_stride_b +
+                                                                      row.head];
+        }
+#pragma unroll
+        for (int chunk = 0; chunk < kVChunks; ++chunk)
+#pragma unroll
+            for (int j = 0; j < kAccumulators; ++j) o[chunk][j] = 0.0f;
+        // Blocks that begin at plain_begin or later and end at plain_end or before are seen by all rows.
+        const int leftpad = params.cache_leftpad == nullptr ? 0 : params.cache_leftpad[walk.index];
+        const int last_row = walk.first_row(wg) + kOwnRows - 1;
+        const int first = divide(walk.first_row(wg), params.group_magic, params.group_shift) + shift;
+        const int last =
+            min_int(divide(last_row, params.group_magic, params.group_shift), request.q_len - 1) + shift;
+        const int plain_begin = max_int(leftpad, last - params.window_left);
+        const int plain_end = min_int(request.length, first + params.window_right + 1);
+#pragma unroll 1
+        for (int i = 0; i < walk.blocks; ++i, ++number) {
+            const int first_key = (walk.first_block + i) * kBlockTokens;
+            const bool is_plain = first_key >= plain_begin && first_key + kBlockTokens <= plain_end;
+            step(first_key, is_plain, leftpad, request.length, o);
+        }
+        finish(walk, o);
+    }
+
+    __device__ __forceinline__ void step(int first_key, bool is_plain, int leftpad, int length, Output& o) {
+        const u32 stage = number % kStages, parity = number / kStages & 1;
+        Scores s;
+        mbarrier_wait_parity(smem_address(&smem.bar_k_full[stage]), parity);
+        multiply_k(s, smem_address(smem.k[stage]));
+        release(smem.bar_k_free[stage]);
+
+        scale_and_mask(s, first_key, is_plain, leftpad, length);
+        follow_maxima(s, o);
+#pragma unroll
+        for (int tile = 0; tile < kTokenTiles; ++tile) {
+#pragma unroll
+            for (int i = 0; i < kThreadRows; ++i) {
+                const int j = accumulator_of(i);
+                const float offset = m[i] == -kInfinity ? 0.0f : m[i];
+                s[tile][j] = exp2_approx(s[tile][j] - offset);
+                s[tile][j + 2] = exp2_approx(s[tile][j + 2] - offset);
+                l[i] += s[tile][j] + s[tile][j + 2];
+            }
+            store_transposed<kMath>(smem_address(smem.p[wg]) + tile * Rows::kBytes, s[tile], warp_idx);
+        }
+        fence_proxy_async();
+        named_barrier_sync(NB_MATH + wg, 128);
+
+        mbarrier_wait_parity(smem_address(&smem.bar_v_full[stage]), parity);
+        multiply_v(o, smem_address(smem.v[stage]));
+        release(smem.bar_v_free[stage]);
+    }
+
+    // S^T = K Q^T of a block.
+    __device__ __forceinline__ void multiply_k(Scores& s, u32 k) const {
+        const u64 desc_q = Rows::k_major(rows_address());
+        const auto q_at = [&](int step) {
+            return desc_q + step / 4 * Rows::kStepTile + step % 4 * Rows::kStepK;
+        };
+#if CACHE_FP8
+#pragma unroll
+        for (int tile = 0; tile < kTokenTiles; ++tile) {
+#pragma unroll
+            for (int columns = 0; columns < kKTiles; ++columns) {  // 128, whose fragments there is room for
+                u32 a[2][4][4];
+#pragma unroll
+                for (int half = 0; half < min_int(2, kKChunks - 2 * columns); ++half)
+                    load_k_fragments(a[half], k + columns * Keys::kBytes, 64 * tile + 16 * warp_idx, half);
+                wgmma_pin(s[tile]);
+                wgmma_fence();
+#pragma unroll
+                for (int step = 0; step < min_int(8, 4 * kKChunks - 8 * columns); ++step)
+                    wgmma_rs<kMath>(s[tile], a[step / 4][step % 4], q_at(8 * columns + step),
+                                    columns + step > 0);
+                wgmma_commit_group();
+                wgmma_wait_group<0>();
+                wgmma_pin(s[tile]);
+            }
+        }
+#else
+        fence_proxy_async();  // the rows were written by cp.async
+        const u64 desc_k = Keys::k_major(k);
+#pragma unroll
+        for (int tile = 0; tile < kTokenTiles; ++tile) wgmma_pin(s[tile]);
+        wgmma_fence();
+#pragma unroll
+        for (int tile = 0; tile < kTokenTiles; ++tile)
+#pragma unroll
+            for (int step = 0; step < D_QK / 16; ++step)
+                wgmma_ss<kMath>(s[tile],
+                                desc_k + tile * (64 * Keys::kRowBytes >> 4) + step / 4 * Keys::kStepTile +
+                                    step % 4 * Keys::kStepK,
+                                q_at(step), step > 0);
+        wgmma_commit_group();
+        wgmma_wait_group<0>();
+#pragma unroll
+        for (int tile = 0; tile < kTokenTiles; ++tile) wgmma_pin(s[tile]);
+#endif
+    }
+
+    // O^T += V^T P^T of a block.
+    __device__ __forceinline__ void multiply_v(Output& o, u32 v) const {
+        const u64 desc_p = Rows::k_major(smem_address(smem.p[wg]));
+        const auto p_at = [&](int step) {
+            return desc_p + step / 4 * Rows::kStepTile + step % 4 * Rows::kStepK;
+        };
+#if CACHE_FP8
+#pragma unroll
+        for (int chunk = 0; chunk < kVChunks; ++chunk) {
+            u32 a[kBlockTokens / 32][2][4];
+#pragma unroll
+            for (int i = 0; i < kBlockTokens / 32; ++i)
+                load_v_fragments(a[i], v + chunk / 2 * Keys::kBytes, 32 * i, 4 * (chunk % 2) + warp_idx);
+            wgmma_pin(o[chunk]);
+            wgmma_fence();
+#pragma unroll
+            for (int step = 0; step < kBlockTokens / 16; ++step)
+                wgmma_rs<kMath>(o[chunk], a[step / 2][step % 2], p_at(step), true);
+            wgmma_commit_group();
+            wgmma_wait_group<0>();
+            wgmma_pin(o[chunk]);
+        }
+#else
+        fence_proxy_async();
+        const u64 desc_v = Keys::mn_major(v);
+#pragma unroll
+        for (int chunk = 0; chunk < kVChunks; ++chunk) wgmma_pin(o[chunk]);
+        wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < kBlockTokens / 16; ++step)
+#pragma unroll
+            for (int chunk = 0; chunk < kVChunks; ++chunk)
+                wgmma_ss<kMath, Major::kMn>(o[chunk], desc_v + chunk * Keys::kStepTile + step * Keys::kStepMn,
+                                            p_at(step), true);
+        wgmma_commit_group();
+        wgmma_wait_group<0>();
+#pragma unroll
+        for (int chunk = 0; chunk < kVChunks; ++chunk) wgmma_pin(o[chunk]);
+#endif
+    }
+
+    __device__ __forceinline__ static void release(u64& bar) {
+        __syncwarp();
+        if (lane_index() == 0) mbarrier_arrive(smem_address(&bar));
+    }
+
+    // Scores in base 2; -inf where a row does not see the key.
+    __device__ __forceinline__ void scale_and_mask(Scores& s, int first_key, bool is_plain, int leftpad,
+                                                   int length) const {
+        const int first = first_key + 16 * warp_idx + lane_index() / 4;
+#pragma unroll
+        for (int i = 0; i < kThreadRows; ++i) {
+            const int begin = max_int(leftpad, diagonal[i] - params.window_left);
+            const int end = min_int(length, diagonal[i] + params.window_right + 1);
+#pragma unroll
+            for (int tile = 0; tile < kTokenTiles; ++tile)
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    float& score = s[tile][accumulator_of(i) + 2 * half];
+                    const int key = first + 64 * tile + 8 * half;
+                    if constexpr (kSoftcap) score = tanh_approx(score * score_scale);
+                    score *= scale_log2;
+                    if constexpr (kAlibi)
+                        score -= slope[i] * fabsf(static_cast<float>(diagonal[i] - key));
+                    if (!is_plain && (key < begin || key >= end)) score = -kInfinity;
+                }
+        }
+    }
+
+    // A row's reference follows its largest score only when that exceeds it by much (layout/rescale.cuh).
+    __device__ __forceinline__ void follow_maxima(const Scores& s, Output& o) {
+        float top[kThreadRows];
+        bool outgrown = false;
+#pragma unroll
+        for (int i = 0; i < kThreadRows; ++i) {
+            const int j = accumulator_of(i);
+            top[i] = -kInfinity;
+#pragma unroll
+            for (int tile = 0; tile < kTokenTiles; ++tile)
+                top[i] = fmaxf(top[i], fmaxf(s[tile][j], s[tile][j + 2]));
+            outgrown |= top[i] > m[i] + kLazyLog2;
+        }
+        if (!named_barrier_any(NB_VOTE + wg, 128, outgrown)) return;
+#pragma unroll
+        for (int i = 0; i < kThreadRows; ++i) {
+            const float of_warp = max_over_rows(top[i]);
+            if (lane_index() < 4) smem.of_warps[wg][warp_idx][query_of(i)] = of_warp;
+        }
+        named_barrier_sync(NB_MATH + wg, 128);
+#pragma unroll
+        for (int i = 0; i < kThreadRows; ++i) {
+            const float largest = max_of_warps(smem.of_warps[wg], query_of(i));
+            // Each row follows by itself. O is still zero while the reference is -inf.
+            const float next = largest > m[i] + kLazyLog2 ? largest : m[i];
+            const float shrink = next == m[i] || m[i] == -kInfinity ? 1.0f : exp2_approx(m[i] - next);
+            m[i] = next;
+            l[i] *= shrink;
+            const int j = accumulator_of(i);
+#pragma unroll
+            for (int chunk = 0; chunk < kVChunks; ++chunk) {
+                o[chunk][j] *= shrink;
+                o[chunk][j + 2] *= shrink;
+            }
+        }
+    }
+
+    __device__ __forceinline__ void finish(const Walk& walk, Output& o) {
+        named_barrier_sync(NB_MATH + wg, 128);  // all have read the maxima
+        float sum[kThreadRows];
+#pragma unroll
+        for (int i = 0; i < kThreadRows; ++i) {
+            const float of_warp = sum_over_rows(l[i]);
+            if (lane_index() < 4) smem.of_warps[wg][warp_idx][query_of(i)] = of_warp;
+        }
+        named_barrier_sync(NB_MATH + wg, 128);
+#pragma unroll
+        for (int i = 0; i < kThreadRows; ++i) sum[i] = sum_of_warps(smem.of_warps[wg], query_of(i));
+        if (walk.begins && walk.ends) {
+            store_results(params, walk, wg, rows_address(), o, m, sum, warp_idx, NB_MATH + wg);
+        } else {
+            const int part = 2 * blockIdx.x + walk.begins;
+            float* dst = part_of(params, part, wg) + threadIdx.x % 128;
+#pragma unroll
+            for (int chunk = 0; chunk < kVChunks; ++chunk)
+#pragma unroll
+                for (int j = 0; j < kAccumulators; ++j)
+                    dst[(chunk * kAccumulators + j) * 128] = o[chunk][j];
+            if (warp_idx == 0 && lane_index() < 4) {
+#pragma unroll
+                for (int i = 0; i < kThreadRows; ++i)
+                    states_of(params, part, wg)[query_of(i)] = make_float2(m[i], sum[i]);
+            }
+        }
+        named_barrier_sync(NB_MATH + wg, 128);  // all have read the sums, and O
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1) mha_decode(const __grid_constant__ Params params) {
+    extern __shared__ __align__(1024) unsigned char smem_bytes[];
+    SharedMemoryPlan& smem = *reinterpret_cast<SharedMemoryPlan*>(smem_bytes);
+    const int wg = __shfl_sync(0xffffffff, threadIdx.x / 128, 0);
+    const int warp_idx = __shfl_sync(0xffffffff, threadIdx.x / 32 % 4, 0);
+
+    if (threadIdx.x == 32) {
+#pragma unroll
+        for (int stage = 0; stage < kStages; ++stage) {
+            mbarrier_init(smem_address(&smem.bar_k_full[stage]), 128);
+            mbarrier_init(smem_address(&smem.bar_k_free[stage]), 4 * kMathGroups);
+            mbarrier_init(smem_address(&smem.bar_v_full[stage]), 128);
+            mbarrier_init(smem_address(&smem.bar_v_free[stage]), 4 * kMathGroups);
+        }
+        mbarrier_init_fence();
+    }
+    griddepcontrol_wait();
+    griddepcontrol_launch_dependents();
+    if (wg == 0 && warp_idx == 0) {
+        Share share = {0, 0, 0, 0};
+        if (params.is_whole) {
+            share = whole_pair(params, blockIdx.x);
+        } else {
+            const Line line(params, gridDim.x);
+            const int cta = blockIdx.x;
+            if (cta < line.shares) {
+                share = line.find(params, line.begin(cta));
+                share.blocks = static_cast<int>(line.begin(cta + 1) - line.begin(cta));
+            }
+        }
+        if (lane_index() == 0) smem.share = share;
+    }
+    __syncthreads();
+
+    if (wg < kMathGroups) {
+        Math(params, smem, wg, warp_idx).run();
+    } else {
+        BlockLoader(params, smem).run();
+    }
+}

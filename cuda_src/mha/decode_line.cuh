@@ -1,0 +1,161 @@
+// How the work of decoding is shared among CTAs, from lengths on the device and without a plan.
+//
+// A pair is a tile of query rows and the KV head that they attend. The blocks of keys of all pairs form a
+// line: requests one after the other, in each its heads, in each its tiles. Each CTA takes an equal share of
+// the line. So every multiprocessor loads as much as the others, however the lengths vary, and a CTA begins
+// and ends at most one pair that other CTAs share.
+#pragma once
+#include "common/division.cuh"
+#include "mha/decode_params.cuh"
+#include "mha/segments.cuh"
+#include "ptx/sync.cuh"
+
+// The tokens of a request.
+struct Request {
+    int q_begin, q_len;
+    int new_begin, new_len;  // tokens of k_new
+    int cached;              // tokens in the cache: the first new one's position. May be negative
+    int length;              // of all keys
+    int first_key;           // the first position that is loaded
+    int first_block, blocks, pairs, tiles;
+
+    __device__ __forceinline__ Request(const Params& params, int request) {
+        const Segment q(params.cu_seqlens_q, request, params.total_q, params.seqlen_q);
+        const Segment fresh(params.cu_seqlens_new, request, params.total_new, params.seqlen_new);
+        const int capacity = params.block_size * params.table_columns;
+        q_begin = q.begin, q_len = q.count <= params.most_tokens ? q.count : 0;
+        new_begin = fresh.begin, new_len = fresh.count;
+        cached = static_cast<int>(params.cache_length);
+        if (params.cache_seqlens != nullptr) {
+            cached = params.cache_seqlens[request];
+        } else if (params.cu_seqlens_k != nullptr) {
+            cached = params.cu_seqlens_k[request + 1] - params.cu_seqlens_k[request];
+        }
+        cached = clamp_int(cached, -kMostTokens, capacity);
+        length = clamp_int(cached + new_len, 0, capacity);
+        // The last query sees the last key, whatever the window is on the right.
+        const int leftpad = params.cache_leftpad == nullptr ? 0 : params.cache_leftpad[request];
+        first_key = min_int(max_int(max_int(leftpad, 0), length - q_len - params.window_left), length);
+        if (q_len == 0) first_key = length;
+        if (new_len > 0) first_key = min_int(first_key, max_int(cached, 0));
+        first_block = first_key / kBlockTokens;
+        blocks = max_int(ceil_div(length, kBlockTokens) - first_block, 1);  // one that writes zeros
+        tiles = ceil_div(q_len * params.group, kTileRows);
+        if (tiles == 0 && new_len > 0) tiles = 1;  // which appends
+        pairs = tiles * params.heads_kv;
+    }
+    __device__ __forceinline__ i64 work() const { return static_cast<i64>(blocks) * pairs; }
+
+    static constexpr int kMostTokens = 1 << 30;
+};
+
+// Sums of the work of 32 requests. All lanes of a warp call.
+__device__ __forceinline__ i64 work_of_lane(const Params& params, int first_request) {
+    const int request = first_request + lane_index();
+    return request < params.b ? Request(params, request).work() : 0;
+}
+
+// The line of a call. All lanes of a warp build it, and call its functions.
+struct Line {
+    i64 total;   // blocks
+    int shares;  // CTAs that have some
+
+    __device__ __forceinline__ Line(const Params& params, int most_shares) : total(0) {
+        for (int first = 0; first < params.b; first += 32) total += work_of_lane(params, first);
+#pragma unroll
+        for (int distance = 16; distance > 0; distance /= 2)
+            total += __shfl_xor_sync(0xffffffff, total, distance);
+        shares = static_cast<int>(total < most_shares ? total : most_shares);
+    }
+    // The first block of a share, of `shares` itself the end of the line.
+    __device__ __forceinline__ i64 begin(int share) const { return share * total / shares; }
+    // The share that has a block.
+    __device__ __forceinline__ int share_of(i64 block) const {
+        int share = static_cast<int>(block * shares / total);
+        while (begin(share + 1) <= block) ++share;
+        return share;
+    }
+    // Where a block of the line is; `blocks` is left to the caller.
+    __device__ __forceinline__ Share find(const Params& params, i64 block) const {
+        Share found = {0, 0, 0, 0};
+        for (int first = 0;; first += 32) {
+            i64 upto = work_of_lane(params, first);  // the end of the lane's request, from the first on
+#pragma unroll
+            for (int distance = 1; distance < 32; distance *= 2) {
+                const i64 before = __shfl_up_sync(0xffffffff, upto, distance);
+                if (lane_index() >= distance) upto += before;
+            }
+            const u32 behind = __ballot_sync(0xffffffff, block < upto);
+            if (behind == 0) {
+                block -= __shfl_sync(0xffffffff, upto, 31);
+                continue;
+            }
+            const int lane = __ffs(behind) - 1;
+            const i64 before = __shfl_sync(0xffffffff, upto, max_int(lane - 1, 0));
+            if (lane > 0) block -= before;
+            found.request = first + lane;
+            const Request request(params, found.request);
+            found.pair = static_cast<int>(block / request.blocks);
+            found.block = static_cast<int>(block - static_cast<i64>(found.pair) * request.blocks);
+            return found;
+        }
+    }
+};
+
+// The share of a CTA that attends a whole pair (Params::is_whole); no blocks if the request has fewer pairs.
+__device__ __forceinline__ Share whole_pair(const Params& params, int index) {
+    const int pairs = params.heads_kv * params.max_tiles;
+    const int request_index = index / pairs, pair = index - request_index * pairs;
+    const Request request(params, request_index);
+    return {request_index, pair, 0, pair < request.pairs ? request.blocks : 0};
+}
+
+// Walks the pairs of a share. Every warp does so by itself.
+struct Walk {
+    Request request;
+    int index;  // of the request
+    int pair, block, left;
+    // Of the current pair
+    int head, tile;
+    int first_block, blocks;
+    bool begins, ends;  // whether the share has the pair's first, and its last block
+
+    __device__ __forceinline__ Walk(const Params& params, const Share& share)
+        : request(params, share.request),
+          index(share.request),
+          pair(share.pair),
+          block(share.block),
+          left(share.blocks) {}
+
+    __device__ __forceinline__ bool next(const Params& params) {
+        if (left == 0) return false;
+        while (pair == request.pairs) {
+            request = Request(params, ++index);
+            pair = 0;
+        }
+        head = pair / request.tiles;
+        tile = pair - head * request.tiles;
+        first_block = request.first_block + block;
+        blocks = min_int(request.blocks - block, left);
+        begins = block == 0;
+        ends = block + blocks == request.blocks;
+        left -= blocks;
+        block = 0;
+        ++pair;
+        return true;
+    }
+    // The first row of a warpgroup's in the pair.
+    __device__ __forceinline__ int first_row(int wg) const { return tile * kTileRows + wg * kOwnRows; }
+};
+
+// A query row of a pair.
+struct RowPlace {
+    bool exists;
+    int token, head;
+
+    __device__ __forceinline__ RowPlace(const Params& params, const Walk& walk, int row) {
+        token = divide(row, params.group_magic, params.group_shift);
+        head = walk.head * params.group + row - token * params.group;
+        exists = token < walk.request.q_len;
+    }
+};
