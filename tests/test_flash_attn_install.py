@@ -172,9 +172,7 @@ def test_path_and_check(
 ) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
     assert cli.main(["flash-attn", "--path"]) == 0
-    line = capsys.readouterr().out.strip()
-    assert line == os.pathsep.join(install.folders((2, 3)))
-    assert all(Path(folder).is_dir() for folder in line.split(os.pathsep))
+    assert capsys.readouterr().out.strip() == os.pathsep.join(install.folders((2, 3)))
     (tmp_path / "transformers.py").write_text(
         "class utils:\n    is_flash_attn_3_available = lambda: False\n__version__ = '5.24.0'\n"
     )
@@ -190,8 +188,7 @@ def test_path_and_check(
 
 def test_wheels_and_kernels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["flash-attn", "--fa", "2,4", "--wheel", str(tmp_path)]) == 0
-    two, four = map(Path, capsys.readouterr().out.splitlines())
-    assert two.name == "flash_attn-2.8.3-py3-none-any.whl" and four.name.startswith("flash_attn_4-4.0.0b36-")
+    two, four = capsys.readouterr().out.splitlines()
     archive = zipfile.ZipFile(two)
     rows = archive.read("flash_attn-2.8.3.dist-info/RECORD").decode().splitlines()
     assert [row.split(",")[0] for row in rows] == archive.namelist() and rows[-1].endswith("RECORD,,")
