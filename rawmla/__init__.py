@@ -44,6 +44,7 @@ _MODULE_OF = {
     "flex_attention_backward": "api.flex",
     "gather_kv_cache": "api.cache",
     "get_mla_metadata": "api.plan",
+    "install_flash_attn": "compat",
     "install_flash_mla": "compat",
     "merge_attn_states": "api.cache",
     "noop_mask": "flex.block_mask",
@@ -52,6 +53,7 @@ _MODULE_OF = {
     "reference": "",
     "trace_mod": "api.flex",
     "transformers": "",
+    "uninstall_flash_attn": "compat",
     "uninstall_flash_mla": "compat",
     "warmup": "preload",
     "warmup_call": "preload",
@@ -73,7 +75,9 @@ if TYPE_CHECKING:  # for type checkers, which do not follow the table
     from .api.plan import *  # noqa: F403
     from .api.prefix import *  # noqa: F403
     from .api.sparse_prefill import *  # noqa: F403
+    from .compat import install_flash_attn as install_flash_attn
     from .compat import install_flash_mla as install_flash_mla
+    from .compat import uninstall_flash_attn as uninstall_flash_attn
     from .compat import uninstall_flash_mla as uninstall_flash_mla
     from .errors import *  # noqa: F403
     from .flex.block_mask import BlockMask as BlockMask

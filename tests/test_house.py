@@ -18,7 +18,7 @@ WITH_PUBLIC_SIGNATURES = ("api", "compat", "reference")
 LAYERS = {
     "cli": "engines compat report kernels jit errors",
     "engines": "compat report kernels jit environment",
-    "compat": "api mla call environment",
+    "compat": "api mha mla call environment",
     "transformers": "errors",
     "preload": "api flex mha mla stand_ins kernels jit call",
     "report": "jit environment errors",

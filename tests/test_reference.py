@@ -273,6 +273,7 @@ def test_plans_are_computed_again_in_place() -> None:
 # ---- the surface
 
 WITHOUT_NUMBERS = {"warmup", "warmup_call", "install_flash_mla", "uninstall_flash_mla", "trace_mod"}
+WITHOUT_NUMBERS |= {"install_flash_attn", "uninstall_flash_attn"}
 FUNCTIONS = {name for name in rawmla.__all__ if inspect.isfunction(getattr(rawmla, name))} - WITHOUT_NUMBERS
 
 

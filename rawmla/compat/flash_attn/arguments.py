@@ -1,0 +1,92 @@
+"""Arguments and results of FlashAttention in rawmla's forms."""
+
+from __future__ import annotations
+
+from math import inf
+from typing import Any
+
+import torch
+
+from ...call import tracing
+from ...call.arrays import needs_gradient
+
+DTYPES = (torch.bfloat16, torch.float16)
+CACHE_DTYPES = (*DTYPES, torch.float8_e4m3fn)
+"""Dtypes of queries over caches in FlashAttention-3."""
+
+
+def as_pair(window_size: Any) -> Any:
+    """Return a window that is no tuple as one, where that needs no GPU; other values are left to the core."""
+    if isinstance(window_size, torch.Tensor):
+        return tuple(window_size.tolist()) if window_size.device.type == "cpu" else window_size
+    return tuple(window_size.tolist()) if hasattr(window_size, "tolist") else window_size
+
+
+def as_bound(length: Any, tokens: int) -> Any:
+    """Return a longest length that is no int as one.
+
+    A tensor on a GPU is never read, since that would wait for the GPU: no request is longer than `tokens`.
+    So it is with None, and with a tensor of a call that torch traces.
+    """
+    if length is None:
+        return tokens
+    if not isinstance(length, torch.Tensor):
+        return length
+    if length.device.type != "cpu" or tracing.is_traced(length):
+        return tokens
+    return int(length)
+
+
+def detached(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
+    """Return the same arrays without a graph, for functions that have none in FlashAttention either."""
+    return (q.detach(), k.detach(), v.detach()) if needs_gradient(q, k, v) else (q, k, v)
+
+
+def heads_first(lse: Any) -> Any:
+    """Return an lse with heads before tokens, as it is already where requests have a dimension."""
+    return lse.t() if lse.ndim == 2 else lse
+
+
+def with_plus_inf(lse: Any) -> Any:
+    """Replace -inf by +inf, which is FlashAttention-2's lse of a row without keys."""
+    return lse.masked_fill(lse == -inf, inf)
+
+
+def lse_of_equal_lengths(lse: Any, q: Any, k: Any) -> Any:
+    """Replace -inf by +inf where all requests have one length.
+
+    With at least as many keys as queries, every query sees a key, whatever the mask.
+    """
+    return lse if k.shape[1] >= q.shape[1] else with_plus_inf(lse)
+
+
+def contiguous(out: Any) -> Any:
+    """Return out contiguous, as FlashAttention-3 and 4 do; rawmla's has its dimensions in q's order."""
+    return out if out.is_contiguous() else out.contiguous()
+
+
+def check_hints(pack_gqa: Any, sm_margin: Any, scheduler_metadata: Any) -> None:
+    """Check arguments that choose how a kernel of FlashAttention runs. They change nothing here.
+
+    The numbers in `scheduler_metadata` are not read, so that stale ones do no harm.
+    """
+    if pack_gqa is not None and not isinstance(pack_gqa, bool):
+        raise TypeError(f"pack_gqa: expected None or a bool, got {type(pack_gqa).__name__}")
+    if isinstance(sm_margin, bool) or not isinstance(sm_margin, int):
+        raise TypeError(f"sm_margin: expected an int, got {type(sm_margin).__name__}")
+    if scheduler_metadata is None:
+        return
+    if getattr(scheduler_metadata, "dtype", None) is not torch.int32:
+        kind = getattr(scheduler_metadata, "dtype", type(scheduler_metadata).__name__)
+        raise TypeError(f"scheduler_metadata: expected None or an int32 tensor, got {kind}")
+    if scheduler_metadata.ndim != 1:
+        shape = list(scheduler_metadata.shape)
+        raise ValueError(f"scheduler_metadata: expected one dimension, got shape {shape}")
+
+
+def check_num_splits(num_splits: Any) -> None:
+    """Check a number of splits that changes nothing: dense attention chooses its own."""
+    if isinstance(num_splits, bool) or not isinstance(num_splits, int):
+        raise TypeError(f"num_splits: expected an int, got {type(num_splits).__name__}")
+    if num_splits < 0:
+        raise ValueError(f"num_splits: expected at least 0, got {num_splits}")
