@@ -43,7 +43,7 @@ class KvCacheCase(Case):
         rotary_from: rotary_seqlens, None: the lengths.
         causal, window, softcap, softmax_scale, num_splits: as in the call.
         sink, alibi: as in `MhaCase`.
-        descales: whether q, keys and values have factors.
+        descales: whether keys, values and an FP8 q have factors.
         gap: what memory that nobody may read holds.
     """
 
@@ -218,6 +218,7 @@ def make_kvcache_inputs(case: KvCacheCase, device: str = "cuda") -> KvCacheInput
     scales: list[Any] = [None] * 3
     if case.descales:
         scales = [torch.rand(case.b, case.h_kv, generator=draw, device=device) + 0.5 for _ in range(3)]
+        scales[0] = scales[0] if case.dtype == FP8 else None
     lengths: Any = {"array": integers(case.lengths), "int": case.lengths[0] if case.b else 0}
     bounds_k = bounds_of([max(n, 0) for n in case.lengths], 0) if case.lengths_as == "bounds" else None
     k_cache, v_cache = _views(case, memory)
@@ -461,7 +462,7 @@ def reference(inputs: KvCacheInputs) -> tuple[Any, Any]:
         )
         if inputs.k_descale is not None:
             factors = inputs.k_descale[r].double()
-            if case.dtype == FP8:
+            if inputs.q_descale is not None:
                 factors = factors * inputs.q_descale[r].double()
             queries = queries * factors.repeat_interleave(group)[:, None]
             values = values * inputs.v_descale[r].double()[:, None]
