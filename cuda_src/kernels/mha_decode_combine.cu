@@ -19,18 +19,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     static_assert(kVChunks * Rows::kBytes <= SMEM_BYTES, "SMEM_BYTES is what the launch asks for");
     griddepcontrol_wait();
     griddepcontrol_launch_dependents();
-    const Line line(params, gridDim.x);
     const int last = blockIdx.x, wg = blockIdx.y, warp_idx = threadIdx.x / 32;
-    if (last >= line.shares) return;
-    const i64 begin = line.begin(last);
-    Share share = line.find(params, begin);
-    share.blocks = static_cast<int>(line.begin(last + 1) - begin);
-    if (share.block == 0) return;  // a pair begins with the share
-    const i64 pair_begin = begin - share.block;
+    const Share share = params.shares[last];
+    if (share.block == 0) return;  // there is no share, or a pair begins with it
     Walk walk(params, share);
     walk.next(params);
     if (!walk.ends) return;
-    const int first = line.share_of(pair_begin);
+    const int first = share.pair_begins;
     // Parts first + 1, ..., last begin with their CTAs' shares.
     const auto part_from = [&](int cta) { return cta == first ? 2 * cta + 1 : 2 * cta; };
 
