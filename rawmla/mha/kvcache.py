@@ -9,7 +9,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from ..call.arguments import Arg, Sizes, check_arguments, check_dtype, check_places, check_shape
-from ..call.arrays import READERS, address_of, is_array
+from ..call.arrays import READERS, is_array
 from ..call.checks import as_bool, as_int, as_softmax_scale, check_groups, show, usable_strides
 from ..call.frameworks import Fields, NewArray
 from ..call.memo import Memo
@@ -145,7 +145,7 @@ def attend_cache(arrays: CacheArrays, options: CacheOptions) -> tuple[Any, Any]:
     allocate, launch, copied, *_ = call
 
     q, k_cache, v_cache, *others = views
-    addresses = [address_of(view) for view in (*others[:-1],)]
+    addresses = [0 if view is None else view[0] for view in others[:-1]]
     q_ptr = q[0]
     if copied is not None and launch is not None:
         (q_ptr, *addresses[:4]), copies = copy_where(copied, (q, *others[:4]), _COPIED)
@@ -156,7 +156,7 @@ def attend_cache(arrays: CacheArrays, options: CacheOptions) -> tuple[Any, Any]:
         out_ptr = pointer(out)
     else:
         lse, scratch = allocate()
-        out, out_ptr = arrays.out, address_of(others[-1])
+        out, out_ptr = arrays.out, others[-1][0]
     if launch is not None:
         launch(
             framework.current_stream(device),

@@ -206,6 +206,13 @@ def kvcache_calls(place: Place, page: int | None, appends: bool, fp8: bool = Fal
         for one, other in zip(got, want, strict=True):
             assert_same_bits("a row", one[rows], other[rows])
 
+    def numbers_past_int32() -> None:
+        for length, most in ((2**40 + 5, 192), (10**30, 192), (-(2**32) + 5, -TOKENS)):
+            got, want = (
+                call(good, good, TOKENS, good_table, cache_seqlens=given)[0] for given in (length, most)
+            )
+            assert_same_bits(f"{length}", got, want)
+
     good, longest = (0, 40, 40, 160), cycle((TOKENS, 10**6, 1))
     calls: Calls = {}
     for name, bad in SEGMENTS.items():
@@ -222,14 +229,12 @@ def kvcache_calls(place: Place, page: int | None, appends: bool, fp8: bool = Fal
         calls[f"{lengths}, padding"] = partial(
             call, good, good, TOKENS, good_table, **of_device, cache_leftpad=int32(LEAST, 30, MOST)
         )
-        calls[f"{lengths[0]} of all"] = partial(
-            call, good, good, TOKENS, good_table, cache_seqlens=lengths[0] + 2**40
-        )
     if page is not None:
         calls["a table without rows"] = partial(
             call, good, good, TOKENS, good_table[:0], cache_seqlens=int32(5, 150, 192),
-            cache_batch_idx=int32(0, 1, 2),
+            cache_batch_idx=int32(0, 1, 3 * columns - 1),
         )  # fmt: skip
+    calls["numbers past int32"] = numbers_past_int32
     if appends and not fp8:
         for positions in (int32(LEAST, MOST, 5), None):
             angles = {"rotary_cos": numbers(9, 32), "rotary_sin": numbers(9, 32), "rotary_seqlens": positions}
