@@ -125,9 +125,7 @@ class Math {
             const RowPlace row(params, walk, walk.first_row(wg) + query_of(i));
             diagonal[i] = min_int(row.token, request.q_len - 1) + shift;
             if constexpr (kAlibi)
-                slope[i] = !row.exists
-                               ? 0.0f
-                               : kLog2E * params.alibi_slopes[slopes + row.head];
+                slope[i] = !row.exists ? 0.0f : kLog2E * params.alibi_slopes[slopes + row.head];
         }
 #pragma unroll
         for (int chunk = 0; chunk < kVChunks; ++chunk)

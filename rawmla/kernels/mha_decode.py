@@ -104,7 +104,8 @@ _NAMES = {"k": "k_new", "v": "v_new", "cu_seqlens_k_new": "cu_seqlens_new"}
 _STRIDED = ("q", "k", "v", "k_new", "v_new", "out")
 PARAMS = ParamStruct(
     changing(
-        POINTER(*[_NAMES.get(name, name) for name in MhaDecodeAddresses._fields], "states", "o_parts", "shares"),
+        POINTER(*[_NAMES.get(name, name) for name in MhaDecodeAddresses._fields]),
+        POINTER("states", "o_parts", "shares"),
         I64("cache_length"),
     ),
     I64(*[f"{name}_stride_{axis}" for name in _STRIDED for axis in "bsh"]),

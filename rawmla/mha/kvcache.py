@@ -238,7 +238,7 @@ def _check_call(
         if view is not None and prod(view[1][:-2]) >= NO_BOUND:
             raise ValueError(f"{name}: expected less than 2**30 tokens, got shape {list(view[1])}")
     if q[1][-3] * (h_q // h_kv) >= NO_BOUND:
-        raise ValueError(f"q: expected less than 2**30 query rows of a KV head, got shape {list(q[1])}")
+        raise ValueError(f"q: expected less than 2**30 tokens times h_q / h_kv, got shape {list(q[1])}")
     alibi_stride_b = 0 if arrays.alibi_slopes is None else check_slopes(arrays.alibi_slopes, sizes)
     check_places(views)
     softmax_scale = d_qk**-0.5 if options.softmax_scale is None else options.softmax_scale

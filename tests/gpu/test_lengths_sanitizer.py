@@ -178,9 +178,7 @@ def kvcache_calls(place: Place, page: int | None, appends: bool, fp8: bool = Fal
     these. Requests that the ends of arrays cut have the results of shorter ones.
     """
     kind, columns = torch.float8_e4m3fn if fp8 else torch.bfloat16, 192 // (page or 192)
-    q, k, v = (
-        place(numbers(TOKENS, h, D, dtype=t)) for h, t in ((2, torch.bfloat16), (1, kind), (1, kind))
-    )
+    q, k, v = (place(numbers(TOKENS, h, D, dtype=t)) for h, t in ((2, torch.bfloat16), (1, kind), (1, kind)))
     good_table = torch.arange(3 * columns).view(3, columns).int()
     bad_table = torch.tensor(BLOCKS).repeat(3 * columns)[: 3 * columns].view(3, columns).int()
 
