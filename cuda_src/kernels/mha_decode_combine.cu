@@ -12,6 +12,9 @@
 
 constexpr int kThreads = 128;
 static_assert(kThreads == THREADS, "THREADS is what the launch gives");
+// Parts whose loads are on their way together: a pair may be cut into as many as there are multiprocessors.
+constexpr int kStatesAtOnce = 32 / kThreadRows;
+constexpr int kPartsAtOnce = max_int(64 / (kVChunks * kAccumulators), 1);
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     mha_decode_combine(const __grid_constant__ Params params) {
@@ -31,21 +34,25 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 
     float m[kThreadRows], sum[kThreadRows];
     Output o;
+    int query[kThreadRows];
 #pragma unroll
-    for (int i = 0; i < kThreadRows; ++i) {
-        m[i] = -kInfinity, sum[i] = 0.0f;
-        for (int cta = first; cta <= last; ++cta)
-            m[i] = fmaxf(m[i], states_of(params, part_from(cta), wg)[query_of(i)].x);
+    for (int i = 0; i < kThreadRows; ++i) m[i] = -kInfinity, sum[i] = 0.0f, query[i] = query_of(i);
+#pragma unroll kStatesAtOnce
+    for (int cta = first; cta <= last; ++cta) {
+        const float2* states = states_of(params, part_from(cta), wg);
+#pragma unroll
+        for (int i = 0; i < kThreadRows; ++i) m[i] = fmaxf(m[i], states[query[i]].x);
     }
 #pragma unroll
     for (int chunk = 0; chunk < kVChunks; ++chunk)
 #pragma unroll
         for (int j = 0; j < kAccumulators; ++j) o[chunk][j] = 0.0f;
+#pragma unroll kPartsAtOnce
     for (int cta = first; cta <= last; ++cta) {
         const float* part = part_of(params, part_from(cta), wg) + threadIdx.x;
 #pragma unroll
         for (int i = 0; i < kThreadRows; ++i) {
-            const float2 state = states_of(params, part_from(cta), wg)[query_of(i)];
+            const float2 state = states_of(params, part_from(cta), wg)[query[i]];
             const float weight = state.x == -kInfinity ? 0.0f : exp2_approx(state.x - m[i]);
             sum[i] += weight * state.y;
             const int j = accumulator_of(i);

@@ -31,10 +31,18 @@ class BlockLoader {
                     walk.request.new_len > 0 && (block + 1) * kBlockTokens > walk.request.cached;
                 mbarrier_wait_parity(smem_address(&smem.bar_k_free[stage]), parity);
                 load<kKTiles>(walk, block, place, Side::kK, smem_address(smem.k[stage]), appends);
-                arrive(smem_address(&smem.bar_k_full[stage]), appends);
+                const u32 k_full = smem_address(&smem.bar_k_full[stage]);
+                const u32 v_full = smem_address(&smem.bar_v_full[stage]);
+                if (!appends) cp_async_mbarrier_arrive(k_full);
                 mbarrier_wait_parity(smem_address(&smem.bar_v_free[stage]), parity);
                 load<kVTiles>(walk, block, place, Side::kV, smem_address(smem.v[stage]), appends);
-                arrive(smem_address(&smem.bar_v_full[stage]), appends);
+                if (!appends) {
+                    cp_async_mbarrier_arrive(v_full);
+                } else {  // an arrival that releases what the thread itself stored
+                    cp_async_wait_all();
+                    mbarrier_arrive(k_full);
+                    mbarrier_arrive(v_full);
+                }
             }
         }
     }
@@ -160,14 +168,6 @@ class BlockLoader {
                 if (kept != nullptr) reinterpret_cast<uint4*>(kept)[i] = value;
             }
             store_shared_16(at + tile * Keys::kBytes, value);
-        }
-    }
-    __device__ __forceinline__ static void arrive(u32 bar, bool appends) {
-        if (!appends) {
-            cp_async_mbarrier_arrive(bar);
-        } else {
-            cp_async_wait_all();
-            mbarrier_arrive(bar);
         }
     }
 };
