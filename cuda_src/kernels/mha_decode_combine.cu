@@ -14,7 +14,8 @@ constexpr int kThreads = 128;
 static_assert(kThreads == THREADS, "THREADS is what the launch gives");
 // Parts whose loads are on their way together: a pair may be cut into as many as there are multiprocessors.
 constexpr int kStatesAtOnce = 32 / kThreadRows;
-constexpr int kPartsAtOnce = max_int(64 / (kVChunks * kAccumulators), 1);
+constexpr int kColumns = kVChunks * kAccumulators;
+constexpr int kPartsAtOnce = max_int(64 / kColumns, 1);
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     mha_decode_combine(const __grid_constant__ Params params) {
@@ -37,31 +38,50 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     int query[kThreadRows];
 #pragma unroll
     for (int i = 0; i < kThreadRows; ++i) m[i] = -kInfinity, sum[i] = 0.0f, query[i] = query_of(i);
-#pragma unroll kStatesAtOnce
-    for (int cta = first; cta <= last; ++cta) {
-        const float2* states = states_of(params, part_from(cta), wg);
+#pragma unroll 1
+    for (int batch = first; batch <= last; batch += kStatesAtOnce) {
 #pragma unroll
-        for (int i = 0; i < kThreadRows; ++i) m[i] = fmaxf(m[i], states[query[i]].x);
+        for (int n = 0; n < kStatesAtOnce; ++n) {
+            const float2* states = states_of(params, part_from(min_int(batch + n, last)), wg);
+#pragma unroll
+            for (int i = 0; i < kThreadRows; ++i) m[i] = fmaxf(m[i], states[query[i]].x);
+        }
     }
 #pragma unroll
     for (int chunk = 0; chunk < kVChunks; ++chunk)
 #pragma unroll
         for (int j = 0; j < kAccumulators; ++j) o[chunk][j] = 0.0f;
-#pragma unroll kPartsAtOnce
-    for (int cta = first; cta <= last; ++cta) {
-        const float* part = part_of(params, part_from(cta), wg) + threadIdx.x;
+#pragma unroll 1
+    for (int batch = first; batch <= last; batch += kPartsAtOnce) {
+        float2 state[kPartsAtOnce][kThreadRows];
+        float x[kPartsAtOnce][kColumns];
 #pragma unroll
-        for (int i = 0; i < kThreadRows; ++i) {
-            const float2 state = states_of(params, part_from(cta), wg)[query[i]];
-            const float weight = state.x == -kInfinity ? 0.0f : exp2_approx(state.x - m[i]);
-            sum[i] += weight * state.y;
-            const int j = accumulator_of(i);
+        for (int n = 0; n < kPartsAtOnce; ++n) {
+            const bool is_there = batch + n <= last;
+            const int part = part_from(batch + n);
+            const float2* states = states_of(params, part, wg);
+            const float* numbers = part_of(params, part, wg) + threadIdx.x;
 #pragma unroll
-            for (int chunk = 0; chunk < kVChunks; ++chunk) {
-                o[chunk][j] += weight * part[(chunk * kAccumulators + j) * 128];
-                o[chunk][j + 2] += weight * part[(chunk * kAccumulators + j + 2) * 128];
-            }
+            for (int i = 0; i < kThreadRows; ++i)
+                state[n][i] = is_there ? states[query[i]] : make_float2(-kInfinity, 0.0f);
+#pragma unroll
+            for (int j = 0; j < kColumns; ++j) x[n][j] = is_there ? numbers[j * 128] : 0.0f;
         }
+#pragma unroll
+        for (int n = 0; n < kPartsAtOnce; ++n)
+#pragma unroll
+            for (int i = 0; i < kThreadRows; ++i) {
+                const float2& of_row = state[n][i];
+                const float weight = of_row.x == -kInfinity ? 0.0f : exp2_approx(of_row.x - m[i]);
+                sum[i] += weight * of_row.y;
+#pragma unroll
+                for (int chunk = 0; chunk < kVChunks; ++chunk)
+#pragma unroll
+                    for (int half = 0; half < 2; ++half) {
+                        const int j = accumulator_of(i) + 2 * half;
+                        o[chunk][j] += weight * x[n][chunk * kAccumulators + j];
+                    }
+            }
     }
     store_results(params, walk, wg, smem_address(rows), o, m, sum, warp_idx, 1);
 }
