@@ -14,10 +14,20 @@
 class BlockLoader {
   public:
     __device__ __forceinline__ BlockLoader(const Params& params, SharedMemoryPlan& smem)
-        : params(params), smem(smem), unit(threadIdx.x % 8), lane_row(threadIdx.x % 128 / 8) {}
+        : params(params),
+          smem(smem),
+          unit(threadIdx.x % 8),
+          lane_row(threadIdx.x % 128 / 8),
+          k_offset_of_thread(k_offset(lane_row, unit)),
+          v_offset_of_thread(Keys::offset(lane_row, unit)) {}
 
     __device__ __forceinline__ void run() {
         for (Walk walk(params, smem.share); walk.next(params);) {
+            find_row_of_cache(walk);
+            const Source k(params.k_cache + walk.head * params.k_stride_h, unit, params.k_stride_b,
+                           params.k_stride_s);
+            const Source v(params.v_cache + walk.head * params.v_stride_h, unit, params.v_stride_b,
+                           params.v_stride_s);
             look_up(walk, walk.first_block);
 #pragma unroll 1
             for (int i = 0; i < walk.blocks; ++i, ++number) {
@@ -30,12 +40,12 @@ class BlockLoader {
                 const bool appends =
                     walk.request.new_len > 0 && (block + 1) * kBlockTokens > walk.request.cached;
                 mbarrier_wait_parity(smem_address(&smem.bar_k_free[stage]), parity);
-                load<kKTiles>(walk, block, place, Side::kK, smem_address(smem.k[stage]), appends);
+                load<kKTiles>(walk, block, place, Side::kK, k, smem_address(smem.k[stage]), appends);
                 const u32 k_full = smem_address(&smem.bar_k_full[stage]);
                 const u32 v_full = smem_address(&smem.bar_v_full[stage]);
                 if (!appends) cp_async_mbarrier_arrive(k_full);
                 mbarrier_wait_parity(smem_address(&smem.bar_v_free[stage]), parity);
-                load<kVTiles>(walk, block, place, Side::kV, smem_address(smem.v[stage]), appends);
+                load<kVTiles>(walk, block, place, Side::kV, v, smem_address(smem.v[stage]), appends);
                 if (!appends) {
                     cp_async_mbarrier_arrive(v_full);
                 } else {  // an arrival that releases what the thread itself stored
@@ -56,47 +66,67 @@ class BlockLoader {
         int token;
     };
 
+    // The thread's unit of all rows of a KV head in the cache.
+    struct Source {
+        uint4* first;
+        u64 block, token;  // strides in units
+
+        __device__ __forceinline__ Source(CacheElement* head, int unit, i64 stride_b, i64 stride_s)
+            : first(reinterpret_cast<uint4*>(head) + unit),
+              block(static_cast<u64>(stride_b) / kUnit),
+              token(static_cast<u64>(stride_s) / kUnit) {}
+        __device__ __forceinline__ uint4* row(const Place& place) const {
+            return first + (static_cast<u32>(place.block) * block + static_cast<u32>(place.token) * token);
+        }
+    };
+
     const Params& params;
     SharedMemoryPlan& smem;
     const int unit, lane_row;
-    u32 number = 0;  // of the next block
+    const u32 k_offset_of_thread, v_offset_of_thread;  // in a tile, of its first row
+    u32 number = 0;                                    // of the next block
+    // Of the current pair: the row of the block table, or without one the block; -1: not there
+    int row_of_cache;
+    const int* blocks;
     Place next[kRows];
 
     __device__ __forceinline__ int key_of(int block, int row) const {
         return block * kBlockTokens + 16 * row + lane_row;
     }
+    __device__ __forceinline__ void find_row_of_cache(const Walk& walk) {
+        row_of_cache = params.cache_batch_idx == nullptr ? walk.index : params.cache_batch_idx[walk.index];
+        const int rows = params.block_table == nullptr ? params.num_blocks : params.table_rows;
+        if (row_of_cache >= rows) row_of_cache = -1;
+        blocks = params.block_table + row_of_cache * params.table_stride;
+    }
     __device__ __forceinline__ void look_up(const Walk& walk, int block) {
-        const int row_of_cache =
-            params.cache_batch_idx == nullptr ? walk.index : params.cache_batch_idx[walk.index];
 #pragma unroll
         for (int row = 0; row < kRows; ++row) {
             const int key = key_of(block, row);
             Place& place = next[row];
             place = {-1, key};
-            if (key < walk.request.first_key || key >= walk.request.length) continue;
-            place.block = row_of_cache;
-            if (params.block_table != nullptr && 0 <= row_of_cache && row_of_cache < params.table_rows) {
+            if (key < walk.request.first_key || key >= walk.request.length || row_of_cache < 0) continue;
+            if (params.block_table == nullptr) {
+                place.block = row_of_cache;
+            } else {
                 const int column = divide(key, params.block_magic, params.block_shift);
-                place.block = params.block_table[row_of_cache * params.table_stride + column];
+                place.block = blocks[column];
                 place.token = key - column * params.block_size;
-            } else if (params.block_table != nullptr) {
-                place.block = -1;
             }
-            if (place.block >= params.num_blocks) place.block = -1;
         }
     }
-    __device__ __forceinline__ CacheElement* cache_row(const Place& place, int head, Side side) const {
-        return side == Side::kK ? params.k_cache + place.block * params.k_stride_b +
-                                      place.token * params.k_stride_s + head * params.k_stride_h
-                                : params.v_cache + place.block * params.v_stride_b +
-                                      place.token * params.v_stride_s + head * params.v_stride_h;
+    // Whether the cache has a place. Looked at late, when the block table has answered.
+    __device__ __forceinline__ bool exists(const Place& place) const {
+        return static_cast<u32>(place.block) < static_cast<u32>(params.num_blocks);
     }
     template <int kTiles>
     __device__ __forceinline__ void load(const Walk& walk, int block, Place (&place)[kRows], Side side,
-                                         u32 dst, bool appends) const {
+                                         const Source& source, u32 dst, bool appends) const {
+        dst += side == Side::kK ? k_offset_of_thread : v_offset_of_thread;
         if (!appends) {
 #pragma unroll
-            for (int row = 0; row < kRows; ++row) copy<kTiles>(walk, place[row], row, side, dst);
+            for (int row = 0; row < kRows; ++row)
+                copy<kTiles>(place[row], side, source, dst + row * 16 * Keys::kRowBytes);
             return;
         }
         // Not unrolled: the code of other blocks would lie far apart. Places take turns in the first one.
@@ -104,54 +134,46 @@ class BlockLoader {
         for (int row = 0; row < kRows; ++row) {
             const int key = key_of(block, row);
             if (key >= max_int(walk.request.cached, 0)) {
-                append<kTiles>(walk, key, place[0], side, dst + offset(row, side));
+                append<kTiles>(walk, key, place[0], side, source, dst);
             } else {
-                copy<kTiles>(walk, place[0], row, side, dst);
+                copy<kTiles>(place[0], side, source, dst);
             }
+            dst += 16 * Keys::kRowBytes;
             const Place first = place[0];
 #pragma unroll
             for (int i = 1; i < kRows; ++i) place[i - 1] = place[i];
             place[kRows - 1] = first;
         }
     }
-    __device__ __forceinline__ u32 offset(int row, Side side) const {
-        return side == Side::kK ? k_offset(16 * row + lane_row, unit)
-                                : Keys::offset(16 * row + lane_row, unit);
-    }
     __device__ __forceinline__ int columns(Side side) const {
         return side == Side::kK ? params.d_qk : params.d_v;
     }
     template <int kTiles>
-    __device__ __forceinline__ void copy(const Walk& walk, const Place& place, int row, Side side,
-                                         u32 dst) const {
-        const bool reads = place.block >= 0;
-        const CacheElement* src = reads ? cache_row(place, walk.head, side) : nullptr;
+    __device__ __forceinline__ void copy(const Place& place, Side side, const Source& source, u32 at) const {
+        const bool reads = exists(place);
+        const uint4* src = source.row({reads ? place.block : 0, place.token});
 #pragma unroll
-        for (int tile = 0; tile < kTiles; ++tile) {
-            const int column = kTileColumns * tile + kUnit * unit;
-            const bool is_there = reads && column < columns(side);
-            const void* from = is_there ? static_cast<const void*>(src + column) : params.q;
-            cp_async_16_or_zeros(dst + offset(row, side) + tile * Keys::kBytes, from, is_there);
-        }
+        for (int tile = 0; tile < kTiles; ++tile)
+            cp_async_16_or_zeros(at + tile * Keys::kBytes, src + 8 * tile,
+                                 reads && kUnit * (8 * tile + unit) < columns(side));
     }
     // A new token's row: to shared memory, and to the cache by the CTA that has the first tile.
     template <int kTiles>
     __device__ __forceinline__ void append(const Walk& walk, int key, const Place& place, Side side,
-                                           u32 at) const {
+                                           const Source& source, u32 at) const {
         const Request& request = walk.request;
         const int token = key - request.cached;
-        const bool exists = key < request.length && token < request.new_len;
+        const bool is_new = key < request.length && token < request.new_len;
         const i64 row = request.new_begin + token;
         const bool segments = params.cu_seqlens_new != nullptr;
         const CacheElement* src = nullptr;
-        if (exists && side == Side::kK)
+        if (is_new && side == Side::kK)
             src = params.k_new + (segments ? 0 : walk.index * params.k_new_stride_b) +
                   row * params.k_new_stride_s + walk.head * params.k_new_stride_h;
-        if (exists && side == Side::kV)
+        if (is_new && side == Side::kV)
             src = params.v_new + (segments ? 0 : walk.index * params.v_new_stride_b) +
                   row * params.v_new_stride_s + walk.head * params.v_new_stride_h;
-        CacheElement* kept =
-            exists && place.block >= 0 && walk.tile == 0 ? cache_row(place, walk.head, side) : nullptr;
+        uint4* kept = is_new && exists(place) && walk.tile == 0 ? source.row(place) : nullptr;
 #if !CACHE_FP8
         const int position =
             token + (params.rotary_seqlens == nullptr ? request.cached : params.rotary_seqlens[walk.index]);
@@ -160,12 +182,12 @@ class BlockLoader {
         for (int tile = 0; tile < kTiles; ++tile) {
             const int i = 8 * tile + unit;
             uint4 value = make_uint4(0, 0, 0, 0);
-            if (exists && kUnit * i < columns(side)) {
+            if (is_new && kUnit * i < columns(side)) {
                 value = reinterpret_cast<const uint4*>(src)[i];
 #if !CACHE_FP8
                 if (side == Side::kK) value = load_rotated(params, src, i, position);
 #endif
-                if (kept != nullptr) reinterpret_cast<uint4*>(kept)[i] = value;
+                if (kept != nullptr) kept[8 * tile] = value;
             }
             store_shared_16(at + tile * Keys::kBytes, value);
         }
