@@ -524,7 +524,7 @@ def test_a_captured_gradient_past_2_31_elements(form: str) -> None:
 @pytest.mark.parametrize("mask", (None, "window"))
 @pytest.mark.parametrize("s_q", (1, 70))
 def test_few_queries_over_many_keys(s_q: int, mask: str | None) -> None:
-    """Keys are split over multiprocessors; results are those of dense attention within the roundings of out."""
+    """Keys are split over multiprocessors; results are those of dense attention within roundings of out."""
     b, h, s_k, d = 2, 4, 20_000, 128
     q, k, v = (torch.randn(b, h, s, d, dtype=torch.bfloat16, device="cuda") for s in (s_q, s_k, s_k))
     first = s_k - s_q
