@@ -18,7 +18,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 import json  # noqa: E402
 
 import rawmla  # noqa: E402
-from bench import dense, families, flex, measure, mla, prefix, tables, timing  # noqa: E402
+from bench import dense, families, flex, kvcache, measure, mla, prefix, tables, timing  # noqa: E402
 from bench.cases import CUDNN, FLASH_ATTENTION_4, OURS, Prepared  # noqa: E402
 from bench.families import named  # noqa: E402
 from rawmla import reference  # noqa: E402
@@ -30,7 +30,7 @@ STORED = [row for rows in PEERS.values() if isinstance(rows, list) for row in ro
 def test_names() -> None:
     """Every case has one name and one family."""
     names = [name for family in families.FAMILIES for name in families.expanded(family.names)]
-    assert len(names) == len(set(names)) == len(families.table()) == 215
+    assert len(names) == len(set(names)) == len(families.table()) == 243
     assert [case.id for case in families.select(None)] == names
 
 
@@ -54,6 +54,9 @@ def test_counts_agree_with_published_rates() -> None:
         ("mha-b1-s8-h16-d128-causal-window2-bf16-fixed", 2 * 16 * 21 * 256, 2 * 8 * 32 * 256),
         ("mha-backward-b2-s8-h16-d192v128-causal-bf16-fixed", 2048 * 832, 64 * (32 * 320 + 16)),
         ("prefix-b2-q4-ctx10-h32kv8-d128-fp8page16-window3-fp8out", 2**14 * 24, 2**10 * (96 + 32 + 8)),
+        ("kvcache-b2-q3-k100-h8kv2-d64-fp8-page16", 2**11 * 2 * (300 - 3), 2**7 * (2 * 200 + 2 * 48)),
+        ("kvcache-b3-q1-k9-h4kv2-d64-bf16-contiguous-first2q4", 2**10 * 69, 2**7 * (2 * 2 * 27 + 2 * 36)),
+        ("kvcache-b2-q1-k100-h8kv2-d64-bf16-page1-append", 2**11 * 200, 2**7 * (4 * 200 + 4 * 10)),
         ("flex-b2-s256-h16-d128-causal", 4 * 128 * 16 * 2 * 3 * 128**2, 2 * 256 * 512 * 32),
         ("flex-b2-s384-h16-d128-window1-lse-max", 4 * 128 * 16 * 2 * 5 * 128**2, None),
         ("flex-b2-s384-h16-d128-documents100", 4 * 128 * 16 * 2 * 5 * 128**2, None),
@@ -76,6 +79,8 @@ def test_drawn_lengths() -> None:
     for case in list(families.select("^mha-b[0-9]")):
         queries, keys = (sum(each) for each in zip(*case.lengths(), strict=True))
         assert queries == pytest.approx(case.b * case.s, abs=case.b) and keys >= queries
+    cached = named("kvcache-b32-q8-k4096-h32kv8-d128-bf16-page16-ragged").keys
+    assert sum(cached) == pytest.approx(32 * 4096, abs=64) and 8 <= min(cached) < max(cached) > 6000
     ragged = named("prefix-b8-q1024-ctx8192-h32kv8-d128-bf16page16-ragged").query_lengths()
     assert (min(ragged), max(ragged), sum(ragged) // 8) == (1, 2048, 1024)
     for case in list(families.select("^sparse-model1.*-lengths")):
@@ -124,6 +129,7 @@ def on_host(monkeypatch: pytest.MonkeyPatch, times: float = 1.0) -> list[tuple[s
     """
     called: list[tuple[str, dict[str, Any]]] = []
     names = ["flash_mla_with_kvcache", "flash_mla_sparse_fwd", "context_attention_fwd", "gather_kv_cache"]
+    names += ["flash_attn_with_kvcache"]
     names += [f"flash_attn_{kind}" for kind in ("func", "backward", "varlen_func", "varlen_backward")]
     functions = {name: getattr(reference, name) for name in names} | {
         "get_mla_metadata": lambda *args, **options: (None, None),
@@ -149,7 +155,7 @@ def on_host(monkeypatch: pytest.MonkeyPatch, times: float = 1.0) -> list[tuple[s
     for name, function in functions.items():
         monkeypatch.setattr(rawmla, name, replaced(name, function), raising=False)
     monkeypatch.setattr(mla, "rotated_sets", lambda case: 2)
-    for kind in (mla.DecodeCase, mla.SparseCase, mla.PrefillCase):
+    for kind in (mla.DecodeCase, mla.SparseCase, mla.PrefillCase, kvcache.KvCacheCase):
         make: Any = kind.make_inputs
         monkeypatch.setattr(kind, "make_inputs", lambda self, sets=1, make=make: make(self, sets, "cpu"))
     for kind in (dense.DenseCase, prefix.PrefixCase, flex.FlexCase):
@@ -175,6 +181,12 @@ CASES = (
     f"mha-backward-b2-{MHA}-causal-sink-bf16-fixed",
     f"mha-backward-b2-{MHA}-softcap1-bf16-fixed",
     f"mha-backward-b3-{MHA}-causal-window3-bf16-varlen",
+    "kvcache-b2-q2-k75-h4kv2-d32-bf16-page16",
+    "kvcache-b3-q1-k75-h4kv2-d32-fp8-page1-ragged",
+    "kvcache-b2-q2-k40-h4kv2-d32-bf16-page16-append",
+    "kvcache-b3-q1-k40-h4kv2-d32-bf16-contiguous-append",
+    "kvcache-b2-q20-k75-h4kv2-d32-bf16-page16-segments",
+    "kvcache-b3-q1-k75-h4kv2-d32-bf16-contiguous-first2q20",
     "prefix-b2-q20-ctx37-h4kv2-d32-bf16page16",
     "prefix-b2-q20-ctx37-h4kv2-d32-fp8page16-window9-alibi-ragged",
     "prefix-b2-q20-ctx2000-h4kv2-d32-bf16page16-sink-fp8out",
