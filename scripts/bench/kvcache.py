@@ -149,7 +149,9 @@ class KvCacheCase(AttentionCase):
         return Request(q, k, v, lambda own, keys: keys <= own)
 
     def prepare(self) -> Prepared:
-        """See Case. FlashAttention-3's and -4's functions append nothing here: nothing runs beside then."""
+        """See Case. Nothing runs beside a call that appends: vLLM's build of FlashAttention-3 cannot, and
+        FlashAttention-4 has no such function.
+        """
         sets = mla.rotated_sets(self)
         inputs = self.make_inputs(sets)
         call = self.call(inputs)
