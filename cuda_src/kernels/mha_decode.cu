@@ -119,15 +119,14 @@ class Math {
             (kSoftcap ? score_scale : scale_log2) *= factor;
         }
         Output o;
+        const i64 slopes = static_cast<i64>(walk.index) * params.alibi_stride_b;
 #pragma unroll
         for (int i = 0; i < kThreadRows; ++i) {
             m[i] = -kInfinity, l[i] = 0.0f;
             const RowPlace row(params, walk, walk.first_row(wg) + query_of(i));
             diagonal[i] = min_int(row.token, request.q_len - 1) + shift;
             if constexpr (kAlibi)
-                slope[i] = !row.exists
-                               ? 0.0f
-                               : kLog2E * params.alibi_slopes[walk.index * params.alibi_stride_b + row.head];
+                slope[i] = !row.exists ? 0.0f : kLog2E * params.alibi_slopes[slopes + row.head];
         }
 #pragma unroll
         for (int chunk = 0; chunk < kVChunks; ++chunk)
@@ -171,10 +170,9 @@ class Math {
             }
             store_transposed<kMath>(smem_address(smem.p[wg]) + tile * Rows::kBytes, s[tile], warp_idx);
         }
-        fence_proxy_async();
-        named_barrier_sync(NB_MATH + wg, 128);
-
         mbarrier_wait_parity(smem_address(&smem.bar_v_full[stage]), parity);
+        fence_proxy_async();  // P, and V, whose rows were written by cp.async
+        named_barrier_sync(NB_MATH + wg, 128);
         multiply_v(o, smem_address(smem.v[stage]));
         release(smem.bar_v_free[stage]);
     }
@@ -249,7 +247,6 @@ class Math {
             wgmma_pin(o[chunk]);
         }
 #else
-        fence_proxy_async();
         const u64 desc_v = Keys::mn_major(v);
 #pragma unroll
         for (int chunk = 0; chunk < kVChunks; ++chunk) wgmma_pin(o[chunk]);
@@ -380,18 +377,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) mha_decode(const __gri
     griddepcontrol_wait();
     griddepcontrol_launch_dependents();
     if (wg == 0 && warp_idx == 0) {
-        Share share = {0, 0, 0, 0};
-        if (params.is_whole) {
-            share = whole_pair(params, blockIdx.x);
-        } else {
-            const Line line(params, gridDim.x);
-            const int cta = blockIdx.x;
-            if (cta < line.shares) {
-                share = line.find(params, line.begin(cta));
-                share.blocks = static_cast<int>(line.begin(cta + 1) - line.begin(cta));
-            }
+        const Share share = params.is_whole ? whole_pair(params, blockIdx.x)
+                                            : Line(params, gridDim.x).share(params, blockIdx.x);
+        if (lane_index() == 0) {
+            smem.share = share;
+            if (!params.is_whole) params.shares[blockIdx.x] = share;
         }
-        if (lane_index() == 0) smem.share = share;
     }
     __syncthreads();
 

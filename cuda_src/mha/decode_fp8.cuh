@@ -26,16 +26,19 @@ __device__ __forceinline__ float descale(const float* factors, i64 stride_b, i64
 }
 
 #if CACHE_FP8
-// Two columns of q as float16. What is beyond its range becomes its largest number.
+// Two columns of q as float16. A number beyond its range becomes its largest one.
 __device__ __forceinline__ u32 two_columns(const QElement* q) {
 #if Q_FP8
     u32 low, high;
     e4m3_to_f16(*reinterpret_cast<const u16*>(q), low, high);
     return low;
 #else
-    constexpr float kMost = 65504.0f;
+    const auto in_range = [](float x) {
+        constexpr float kMost = 65504.0f;
+        return fabsf(x) < kInfinity ? fminf(fmaxf(x, -kMost), kMost) : x;  // infinity and NaN stay
+    };
     const float2 x = unpack_16bit<kDtype>(*reinterpret_cast<const u32*>(q));
-    return pack_16bit<Dtype::kF16>(fminf(fmaxf(x.x, -kMost), kMost), fminf(fmaxf(x.y, -kMost), kMost));
+    return pack_16bit<Dtype::kF16>(in_range(x.x), in_range(x.y));
 #endif
 }
 // The 16 bytes of Q that `unit` has of 64 columns at q; zeros past column d.

@@ -56,10 +56,8 @@ __device__ __forceinline__ i64 work_of_lane(const Params& params, int first_requ
 }
 
 // The line of a call. All lanes of a warp build it, and call its functions.
-struct Line {
-    i64 total;   // blocks
-    int shares;  // CTAs that have some
-
+class Line {
+  public:
     __device__ __forceinline__ Line(const Params& params, int most_shares) : total(0) {
         for (int first = 0; first < params.b; first += 32) total += work_of_lane(params, first);
 #pragma unroll
@@ -67,6 +65,20 @@ struct Line {
             total += __shfl_xor_sync(0xffffffff, total, distance);
         shares = static_cast<int>(total < most_shares ? total : most_shares);
     }
+    // The share of a CTA; no blocks if there are fewer shares.
+    __device__ __forceinline__ Share share(const Params& params, int cta) const {
+        if (cta >= shares) return {0, 0, 0, 0, 0};
+        const i64 first = begin(cta);
+        Share found = find(params, first);
+        found.blocks = static_cast<int>(begin(cta + 1) - first);
+        found.pair_begins = share_of(first - found.block);
+        return found;
+    }
+
+  private:
+    i64 total;   // blocks
+    int shares;  // CTAs that have some
+
     // The first block of a share, of `shares` itself the end of the line.
     __device__ __forceinline__ i64 begin(int share) const { return share * total / shares; }
     // The share that has a block.
@@ -75,9 +87,9 @@ struct Line {
         while (begin(share + 1) <= block) ++share;
         return share;
     }
-    // Where a block of the line is; `blocks` is left to the caller.
+    // Where a block of the line is.
     __device__ __forceinline__ Share find(const Params& params, i64 block) const {
-        Share found = {0, 0, 0, 0};
+        Share found = {0, 0, 0, 0, 0};
         for (int first = 0;; first += 32) {
             i64 upto = work_of_lane(params, first);  // the end of the lane's request, from the first on
 #pragma unroll
@@ -107,7 +119,7 @@ __device__ __forceinline__ Share whole_pair(const Params& params, int index) {
     const int pairs = params.heads_kv * params.max_tiles;
     const int request_index = index / pairs, pair = index - request_index * pairs;
     const Request request(params, request_index);
-    return {request_index, pair, 0, pair < request.pairs ? request.blocks : 0};
+    return {request_index, pair, 0, pair < request.pairs ? request.blocks : 0, index};
 }
 
 // Walks the pairs of a share. Every warp does so by itself.

@@ -31,10 +31,18 @@ class BlockLoader {
                     walk.request.new_len > 0 && (block + 1) * kBlockTokens > walk.request.cached;
                 mbarrier_wait_parity(smem_address(&smem.bar_k_free[stage]), parity);
                 load<kKTiles>(walk, block, place, Side::kK, smem_address(smem.k[stage]), appends);
-                arrive(smem_address(&smem.bar_k_full[stage]), appends);
+                const u32 k_full = smem_address(&smem.bar_k_full[stage]);
+                const u32 v_full = smem_address(&smem.bar_v_full[stage]);
+                if (!appends) cp_async_mbarrier_arrive(k_full);
                 mbarrier_wait_parity(smem_address(&smem.bar_v_free[stage]), parity);
                 load<kVTiles>(walk, block, place, Side::kV, smem_address(smem.v[stage]), appends);
-                arrive(smem_address(&smem.bar_v_full[stage]), appends);
+                if (!appends) {
+                    cp_async_mbarrier_arrive(v_full);
+                } else {  // an arrival that releases what the thread itself stored
+                    cp_async_wait_all();
+                    mbarrier_arrive(k_full);
+                    mbarrier_arrive(v_full);
+                }
             }
         }
     }
@@ -84,32 +92,52 @@ class BlockLoader {
                                       place.token * params.v_stride_s + head * params.v_stride_h;
     }
     template <int kTiles>
-    __device__ __forceinline__ void load(const Walk& walk, int block, const Place (&place)[kRows], Side side,
+    __device__ __forceinline__ void load(const Walk& walk, int block, Place (&place)[kRows], Side side,
                                          u32 dst, bool appends) const {
-        const int d = side == Side::kK ? params.d_qk : params.d_v;
+        if (!appends) {
 #pragma unroll
+            for (int row = 0; row < kRows; ++row) copy<kTiles>(walk, place[row], row, side, dst);
+            return;
+        }
+        // Not unrolled: the code of other blocks would lie far apart. Places take turns in the first one.
+#pragma unroll 1
         for (int row = 0; row < kRows; ++row) {
-            const u32 at = dst + (side == Side::kK ? k_offset(16 * row + lane_row, unit)
-                                                   : Keys::offset(16 * row + lane_row, unit));
-            if (appends && key_of(block, row) >= max_int(walk.request.cached, 0)) {
-                append<kTiles>(walk, key_of(block, row), place[row], side, at, d);
-                continue;
+            const int key = key_of(block, row);
+            if (key >= max_int(walk.request.cached, 0)) {
+                append<kTiles>(walk, key, place[0], side, dst + offset(row, side));
+            } else {
+                copy<kTiles>(walk, place[0], row, side, dst);
             }
-            const bool reads = place[row].block >= 0;
-            const CacheElement* src = reads ? cache_row(place[row], walk.head, side) : nullptr;
+            const Place first = place[0];
 #pragma unroll
-            for (int tile = 0; tile < kTiles; ++tile) {
-                const int column = kTileColumns * tile + kUnit * unit;
-                const bool is_there = reads && column < d;
-                const void* from = is_there ? static_cast<const void*>(src + column) : params.q;
-                cp_async_16_or_zeros(at + tile * Keys::kBytes, from, is_there);
-            }
+            for (int i = 1; i < kRows; ++i) place[i - 1] = place[i];
+            place[kRows - 1] = first;
+        }
+    }
+    __device__ __forceinline__ u32 offset(int row, Side side) const {
+        return side == Side::kK ? k_offset(16 * row + lane_row, unit)
+                                : Keys::offset(16 * row + lane_row, unit);
+    }
+    __device__ __forceinline__ int columns(Side side) const {
+        return side == Side::kK ? params.d_qk : params.d_v;
+    }
+    template <int kTiles>
+    __device__ __forceinline__ void copy(const Walk& walk, const Place& place, int row, Side side,
+                                         u32 dst) const {
+        const bool reads = place.block >= 0;
+        const CacheElement* src = reads ? cache_row(place, walk.head, side) : nullptr;
+#pragma unroll
+        for (int tile = 0; tile < kTiles; ++tile) {
+            const int column = kTileColumns * tile + kUnit * unit;
+            const bool is_there = reads && column < columns(side);
+            const void* from = is_there ? static_cast<const void*>(src + column) : params.q;
+            cp_async_16_or_zeros(dst + offset(row, side) + tile * Keys::kBytes, from, is_there);
         }
     }
     // A new token's row: to shared memory, and to the cache by the CTA that has the first tile.
     template <int kTiles>
-    __device__ __forceinline__ void append(const Walk& walk, int key, const Place& place, Side side, u32 at,
-                                           int d) const {
+    __device__ __forceinline__ void append(const Walk& walk, int key, const Place& place, Side side,
+                                           u32 at) const {
         const Request& request = walk.request;
         const int token = key - request.cached;
         const bool exists = key < request.length && token < request.new_len;
@@ -132,7 +160,7 @@ class BlockLoader {
         for (int tile = 0; tile < kTiles; ++tile) {
             const int i = 8 * tile + unit;
             uint4 value = make_uint4(0, 0, 0, 0);
-            if (exists && kUnit * i < d) {
+            if (exists && kUnit * i < columns(side)) {
                 value = reinterpret_cast<const uint4*>(src)[i];
 #if !CACHE_FP8
                 if (side == Side::kK) value = load_rotated(params, src, i, position);
@@ -140,14 +168,6 @@ class BlockLoader {
                 if (kept != nullptr) reinterpret_cast<uint4*>(kept)[i] = value;
             }
             store_shared_16(at + tile * Keys::kBytes, value);
-        }
-    }
-    __device__ __forceinline__ static void arrive(u32 bar, bool appends) {
-        if (!appends) {
-            cp_async_mbarrier_arrive(bar);
-        } else {
-            cp_async_wait_all();
-            mbarrier_arrive(bar);
         }
     }
 };

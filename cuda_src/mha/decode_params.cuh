@@ -35,6 +35,13 @@ constexpr int kKTiles = ceil_div(D_QK, kTileColumns), kVTiles = ceil_div(D_V, kT
 using Keys = SwizzledTile<kBlockTokens>;  // rows of 128 bytes of K or V of a block
 using Rows = SwizzledTile<kOwnRows>;      // 64 columns of Q or O, or tokens of P, of a warpgroup's rows
 
+// Where a CTA's share of the line begins (mha/decode_line.cuh).
+struct Share {
+    int request, pair, block;
+    int blocks;       // that the share has
+    int pair_begins;  // the CTA whose share has the pair's first block
+};
+
 struct Params {
     const QElement* q;      // [b, seqlen_q, heads, d_qk], or with cu_seqlens_q [total_q, heads, d_qk]
     CacheElement* k_cache;  // [blocks, tokens, KV heads, d_qk]; new tokens are written
@@ -58,6 +65,7 @@ struct Params {
     const float *q_descale, *k_descale, *v_descale;  // [b, KV heads], of an FP8 cache; null: 1
     float* states;   // scratch: reference and sum of each row of a part (mha/decode_output.cuh)
     float* o_parts;  // scratch: O of a part
+    Share* shares;   // scratch: of all CTAs, for the combine
     i64 cache_length;
     i64 q_stride_b, q_stride_s, q_stride_h;
     i64 k_stride_b, k_stride_s, k_stride_h;  // of the cache: block, token, head
@@ -86,12 +94,6 @@ struct Params {
     float empty_lse;
     float scale_log2;   // of scores in base 2; with a softcap its factor after tanh
     float score_scale;  // softcap: before tanh
-};
-
-// Where a CTA's share of the line begins (mha/decode_line.cuh).
-struct Share {
-    int request, pair, block;
-    int blocks;  // that the share has
 };
 
 struct SharedMemoryPlan {

@@ -65,7 +65,7 @@ struct Params {
     float score_scale, score_factor;  // mha/scores.cuh
     float k_scale_value, v_scale_value, out_scale_value;
 #if PAGE_ROWS
-    int table_rows, seqlen_new;
+    int table_rows, seqlen_new, total_new;
 #endif
 #if FLEX
     i64 counts_strides[6], lists_strides[6];  // (batch, head, row) of partial and of full blocks

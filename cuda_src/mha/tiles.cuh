@@ -213,8 +213,14 @@ struct TileScheduler {
             tile.k_begin = k.begin;
             tile.k_len = used_tokens(params.seqused_k, request, k.count);
 #if PAGE_ROWS
-            const Segment fresh(params.cu_seqlens_new, request, params.total_k, params.seqlen_new);
-            const int cached = params.seqused_k == nullptr ? k.count : params.seqused_k[request];
+            const Segment fresh(params.cu_seqlens_new, request, params.total_new, params.seqlen_new);
+            int cached = params.seqlen_k;
+            if (params.seqused_k != nullptr) {
+                cached = params.seqused_k[request];
+            } else if (params.cu_seqlens_k != nullptr) {
+                cached = params.cu_seqlens_k[request + 1] - params.cu_seqlens_k[request];
+            }
+            tile.k_begin = 0;
             tile.k_len = clamp_int(min_int(cached, params.seqlen_k) + fresh.count, 0, params.seqlen_k);
 #endif
             tile.offset = tile.k_len - tile.q_len;

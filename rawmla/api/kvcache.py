@@ -65,7 +65,7 @@ def flash_attn_with_kvcache(
     q : array
         bfloat16 or float16 `[b, s_q, h_q, d_qk]`, or `[total_q, h_q, d_qk]` with `cu_seqlens_q`, and with
         FP8 caches also float8_e4m3fn. d_qk is a multiple of 8 up to 256, with FP8 caches of 16. Less than
-        2**30 tokens.
+        2**30 tokens; s_q or total_q times h_q / h_kv is less than 2**30, too.
     k_cache : array
         `[b_cache, s_cache, h_kv, d_qk]` in q's dtype or float8_e4m3fn, or `[num_blocks, block_size, h_kv,
         d_qk]` with `block_table`, any block_size. Query head h reads KV head `h // (h_q / h_kv)`, and h_q is
@@ -162,10 +162,11 @@ def flash_attn_with_kvcache(
 
     Notes
     -----
-    Allocates the copies that are named above, the results, and scratch of at most 2 * multiprocessors * 64 *
-    (d_v, rounded up to 64, + 2) * 4 bytes, with the framework of `q`. Enqueues the copies and two kernels, or
-    one with num_splits 1, on its current stream. Never synchronises, never reads a length or a table on the
-    host. Nothing is launched without requests, or without query and new tokens. There is no backward.
+    Allocates the copies that are named above, the results, and scratch of at most multiprocessors *
+    (128 * (d_v, rounded up to 64, + 2) + 5) * 4 bytes, with the framework of `q`. Enqueues the copies and two
+    kernels, or one with num_splits 1, on its current stream. Never synchronises, never reads a length or a
+    table on the host. Nothing is launched without requests, or without query and new tokens. There is no
+    backward.
 
     Inside a CUDA-graph capture the call allocates from the capture's pool (torch) and never compiles: a
     kernel that neither `rawmla.warmup("kvcache", ...)` nor `rawmla.warmup_call` has loaded is a

@@ -16,6 +16,7 @@ TILE_ROWS = (8, 16, 32, 64)
 _MOST_DIM_V_FP8 = 192
 _BARRIER_BYTES = 1024
 """Shared memory for barriers and what else is small."""
+_SHARE_BYTES = 20
 _BLOCK_ROWS = 64
 """Tokens of a tile of a block of keys."""
 
@@ -103,7 +104,8 @@ _NAMES = {"k": "k_new", "v": "v_new", "cu_seqlens_k_new": "cu_seqlens_new"}
 _STRIDED = ("q", "k", "v", "k_new", "v_new", "out")
 PARAMS = ParamStruct(
     changing(
-        POINTER(*[_NAMES.get(name, name) for name in MhaDecodeAddresses._fields], "states", "o_parts"),
+        POINTER(*[_NAMES.get(name, name) for name in MhaDecodeAddresses._fields]),
+        POINTER("states", "o_parts", "shares"),
         I64("cache_length"),
     ),
     I64(*[f"{name}_stride_{axis}" for name in _STRIDED for axis in "bsh"]),
@@ -212,7 +214,8 @@ class PreparedMhaDecode:
         if not call.is_whole:
             parts = 2 * ctas * tile.rows
             self._states_bytes = 8 * parts
-            self.scratch_bytes = parts * (8 + 4 * CHUNK * ceil_div(call.d_v, CHUNK))
+            self._parts_bytes = parts * 4 * CHUNK * ceil_div(call.d_v, CHUNK)
+            self.scratch_bytes = self._states_bytes + self._parts_bytes + _SHARE_BYTES * ctas
         group_magic, group_shift = divisor(group)
         block_magic, block_shift = divisor(call.block_size)
         of_arrays = {name: getattr(call, f"{name}_strides") for name in _STRIDED}
@@ -266,8 +269,9 @@ class PreparedMhaDecode:
         has it.
         """
         if self._combine is None:
-            self._launch(stream, *addresses, 0, 0, cache_length)
+            self._launch(stream, *addresses, 0, 0, 0, cache_length)
             return
-        members = (*addresses, scratch, scratch + self._states_bytes, cache_length)
+        parts = scratch + self._states_bytes
+        members = (*addresses, scratch, parts, parts + self._parts_bytes, cache_length)
         is_current = self._launch(stream, *members)
         self._combine(stream, *members, context_is_current=is_current)

@@ -62,6 +62,7 @@ class RowCache(NamedTuple):
     table_rows: int
     table_stride: int
     seqlen_new: int  # tokens of each request that the lengths of the cache leave out
+    total_new: int  # of their array
     skip_tokens: int  # the most query tokens of a request that has no results
     is_whole: bool  # keys are not split
 
@@ -171,7 +172,7 @@ def params_of(mod_bytes: tuple[int, int] | None = None, has_rows: bool = False) 
         ]
     if has_rows:
         first += POINTER(*RowCacheAddresses._fields)
-        of_lists = I32("table_rows", "seqlen_new")
+        of_lists = I32("table_rows", "seqlen_new", "total_new")
     return ParamStruct(
         changing(first),
         I64("out_stride_b", "out_stride_s", "out_stride_h"),
@@ -391,7 +392,7 @@ def _row_params(rows: RowCache) -> dict[str, Any]:
     """The members that a call over a cache of rows has besides, or has other values of."""
     magic, shift = divisor(rows.block_size)
     return {
-        **fields(rows, "num_blocks", "block_size", "table_rows", "table_stride", "seqlen_new"),
+        **fields(rows, "num_blocks", "block_size", "table_rows", "table_stride", "seqlen_new", "total_new"),
         "block_magic": magic,
         "block_shift": shift,
     }

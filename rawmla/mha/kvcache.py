@@ -9,7 +9,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from ..call.arguments import Arg, Sizes, check_arguments, check_dtype, check_places, check_shape
-from ..call.arrays import READERS, address_of, is_array
+from ..call.arrays import READERS, is_array
 from ..call.checks import as_bool, as_int, as_softmax_scale, check_groups, show, usable_strides
 from ..call.frameworks import Fields, NewArray
 from ..call.memo import Memo
@@ -123,7 +123,7 @@ def attend_cache(arrays: CacheArrays, options: CacheOptions) -> tuple[Any, Any]:
     has_length = length is not None and not is_array(length)
     if has_length:
         # A number changes from call to call, so it is no part of what is kept.
-        length = as_int("cache_seqlens", length)
+        length = max(-NO_BOUND, min(as_int("cache_seqlens", length), NO_BOUND))
         arrays = arrays._replace(cache_seqlens=None)
     # The key has what checks depend on, as in dense decoding.
     key: list[Any] = [options, has_length]
@@ -145,7 +145,7 @@ def attend_cache(arrays: CacheArrays, options: CacheOptions) -> tuple[Any, Any]:
     allocate, launch, copied, *_ = call
 
     q, k_cache, v_cache, *others = views
-    addresses = [address_of(view) for view in (*others[:-1],)]
+    addresses = [0 if view is None else view[0] for view in others[:-1]]
     q_ptr = q[0]
     if copied is not None and launch is not None:
         (q_ptr, *addresses[:4]), copies = copy_where(copied, (q, *others[:4]), _COPIED)
@@ -156,7 +156,7 @@ def attend_cache(arrays: CacheArrays, options: CacheOptions) -> tuple[Any, Any]:
         out_ptr = pointer(out)
     else:
         lse, scratch = allocate()
-        out, out_ptr = arrays.out, address_of(others[-1])
+        out, out_ptr = arrays.out, others[-1][0]
     if launch is not None:
         launch(
             framework.current_stream(device),
@@ -237,6 +237,8 @@ def _check_call(
         view = views[name]
         if view is not None and prod(view[1][:-2]) >= NO_BOUND:
             raise ValueError(f"{name}: expected less than 2**30 tokens, got shape {list(view[1])}")
+    if q[1][-3] * (h_q // h_kv) >= NO_BOUND:
+        raise ValueError(f"q: expected less than 2**30 tokens times h_q / h_kv, got shape {list(q[1])}")
     alibi_stride_b = 0 if arrays.alibi_slopes is None else check_slopes(arrays.alibi_slopes, sizes)
     check_places(views)
     softmax_scale = d_qk**-0.5 if options.softmax_scale is None else options.softmax_scale
@@ -276,10 +278,10 @@ def _check_call(
         is_whole=options.num_splits == 1,
     )  # fmt: skip
     rotary_dim = fields["rotary_dim"]
-    if rotary_dim % 16 or rotary_dim > d_qk:
+    if rotary_dim % 16 or rotary_dim > d_qk or rotary_dim and not fields["rotary_rows"]:
         raise ValueError(
-            "rotary_cos: expected shape [rows, rotary_dim / 2], where rotary_dim is a multiple of 16 and at "
-            f"most the d_qk {d_qk} of q, got {list(arrays.rotary_cos[1])}"
+            "rotary_cos: expected shape [rows, rotary_dim / 2], at least one row, where rotary_dim is a "
+            f"multiple of 16 and at most the d_qk {d_qk} of q, got {list(arrays.rotary_cos[1])}"
         )
     return fields, (*copied, *angles)
 
@@ -322,11 +324,12 @@ def _cache_fields(arrays: CacheArrays, sizes: Sizes) -> dict[str, Any]:
             )
         columns = 1
     else:
-        table_rows, columns = sizes["rows"], sizes["columns"]
+        table_rows = sizes["rows"]
+        columns = sizes["columns"] if table_rows else 0  # the address of an empty table may be 0
         if arrays.cache_batch_idx is None and table_rows < b:
             raise ValueError(
                 f"block_table: expected at least {b} rows, one of each request, got shape "
-                f"{[table_rows, columns]}"
+                f"{list(arrays.block_table[1])}"
             )
         table_stride = usable_strides(*arrays.block_table[1:3])[0]
     strides = []

@@ -358,6 +358,8 @@ class _Rotary(NamedTuple):
                 f"rotary_cos: expected at most {queries.shape[-1] // 2} columns, half of the columns of q, "
                 f"got {cos.shape[1]}"
             )
+        if not len(cos.values):
+            raise ValueError("rotary_cos: expected at least one row, got none")
         exact = np.float64 if queries.dtype == "float64" else np.float32
         return cls(cos.floats.astype(exact), sin.floats.astype(exact), interleaved)
 

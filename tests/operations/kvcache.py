@@ -195,6 +195,9 @@ KVCACHE = Operation(
         "cos without sin": (ValueError, "rotary_sin", lambda a: {"rotary_sin": None}),
         "rotary without k": (ValueError, "rotary_cos", lambda a: {"k": None, "v": None}),
         "k without lengths": wrong_value("cache_seqlens", None),
+        "no angles": (
+            ValueError, "rotary_cos", lambda a: {name: a[name][:0] for name in ("rotary_cos", "rotary_sin")},
+        ),
         "a row too few": spoilt("cache_seqlens", lambda x: x[:-1]),
         "lengths twice": (
             ValueError, "cu_seqlens_k", lambda a: {"cu_seqlens_k": a["cache_seqlens"].new_zeros(7)},
