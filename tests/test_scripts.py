@@ -232,6 +232,7 @@ def test_only_figures_taken_alike_are_compared() -> None:
 def test_speeds() -> None:
     """Means and least by family, sustained beside rested; stored times only where nothing ran beside."""
     slow = {"rawmla": {"us": 100.0}, "FlashAttention-4": {"us": 90.0}, "cuDNN": {"us": 95.0}}
+    slow["rawmla contiguous"] = {"us": 50.0}  # no other library
     other = "mha-b2-s8192-h16-d128-bf16-fixed"
     rows = [
         made_up_row(SLOWER, 300.0),

@@ -1,10 +1,11 @@
-// Attention of few query rows over a cache (Hopper, sm_90a): decoding of grouped queries, and appending of new
-// tokens to the cache. docs/kernels/mha_decode.md has the reasons.
+// Attention of few query rows over a cache (Hopper, sm_90a): decoding of grouped queries, and appending of
+// new tokens to the cache. docs/kernels/mha_decode.md has the reasons.
 //
 //   S^T = K Q^T, with softcap and ALiBi, masked;  P = softmax(scale S);  O^T = V^T P^T
 //
-//   q [b, tokens, heads, D_QK] or segments of one array, caches [blocks, block size, KV heads, D], bf16 or
-//   fp16 -> out [b, tokens, heads, D_V], lse in float32, natural log; the cache gets k_new and v_new, K rotated
+//   q [b, tokens, heads, D_QK] or segments of one array, caches [blocks, block size, KV heads, D], bf16, fp16
+//   or e4m3 -> out [b, tokens, heads, D_V], lse in float32, natural log; the cache gets k_new, rotated, and
+//   v_new
 //
 // Tokens are the rows of both products, so that few queries cost little: memory is the limit. A warpgroup of
 // math has its own query rows, and reads all of K and V in shared memory.

@@ -49,20 +49,27 @@ struct Request {
     static constexpr int kMostTokens = 1 << 30;
 };
 
-// Sums of the work of 32 requests. All lanes of a warp call.
-__device__ __forceinline__ i64 work_of_lane(const Params& params, int first_request) {
-    const int request = first_request + lane_index();
-    return request < params.b ? Request(params, request).work() : 0;
+// The sum of a lane's number and all lower lanes' numbers.
+__device__ __forceinline__ i64 sum_upto(i64 value) {
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+        const i64 before = __shfl_up_sync(0xffffffff, value, distance);
+        if (lane_index() >= distance) value += before;
+    }
+    return value;
 }
 
-// The line of a call. All lanes of a warp build it, and call its functions.
+// The line of a call. All lanes of a warp build it, each from a part of the requests, and call its functions.
 class Line {
   public:
-    __device__ __forceinline__ Line(const Params& params, int most_shares) : total(0) {
-        for (int first = 0; first < params.b; first += 32) total += work_of_lane(params, first);
-#pragma unroll
-        for (int distance = 16; distance > 0; distance /= 2)
-            total += __shfl_xor_sync(0xffffffff, total, distance);
+    __device__ __forceinline__ Line(const Params& params, int most_shares)
+        : of_lane(ceil_div(params.b, 32)), upto(0) {
+        const int first = lane_index() * of_lane;
+#pragma unroll 4  // whose loads are on their way together
+        for (int request = first; request < min_int(first + of_lane, params.b); ++request)
+            upto += Request(params, request).work();
+        upto = sum_upto(upto);
+        total = __shfl_sync(0xffffffff, upto, 31);
         shares = static_cast<int>(total < most_shares ? total : most_shares);
     }
     // The share of a CTA; no blocks if there are fewer shares.
@@ -76,8 +83,10 @@ class Line {
     }
 
   private:
-    i64 total;   // blocks
-    int shares;  // CTAs that have some
+    int of_lane;  // requests
+    i64 upto;     // blocks of the lane's requests and of all before them
+    i64 total;    // blocks
+    int shares;   // CTAs that have some
 
     // The first block of a share, of `shares` itself the end of the line.
     __device__ __forceinline__ i64 begin(int share) const { return share * total / shares; }
@@ -89,28 +98,29 @@ class Line {
     }
     // Where a block of the line is.
     __device__ __forceinline__ Share find(const Params& params, i64 block) const {
-        Share found = {0, 0, 0, 0, 0};
-        for (int first = 0;; first += 32) {
-            i64 upto = work_of_lane(params, first);  // the end of the lane's request, from the first on
-#pragma unroll
-            for (int distance = 1; distance < 32; distance *= 2) {
-                const i64 before = __shfl_up_sync(0xffffffff, upto, distance);
-                if (lane_index() >= distance) upto += before;
-            }
-            const u32 behind = __ballot_sync(0xffffffff, block < upto);
-            if (behind == 0) {
-                block -= __shfl_sync(0xffffffff, upto, 31);
+        const int part = lane_with(block, upto);
+        const int end = min_int((part + 1) * of_lane, params.b);
+        for (int first = part * of_lane;; first += 32) {
+            const int request = first + lane_index();
+            const i64 here = sum_upto(request < end ? Request(params, request).work() : 0);
+            if (block >= __shfl_sync(0xffffffff, here, 31)) {
+                block -= __shfl_sync(0xffffffff, here, 31);
                 continue;
             }
-            const int lane = __ffs(behind) - 1;
-            const i64 before = __shfl_sync(0xffffffff, upto, max_int(lane - 1, 0));
-            if (lane > 0) block -= before;
-            found.request = first + lane;
-            const Request request(params, found.request);
-            found.pair = static_cast<int>(block / request.blocks);
-            found.block = static_cast<int>(block - static_cast<i64>(found.pair) * request.blocks);
+            Share found = {first + lane_with(block, here), 0, 0, 0, 0};
+            const int blocks = Request(params, found.request).blocks;
+            found.pair = static_cast<int>(block / blocks);
+            found.block = static_cast<int>(block - static_cast<i64>(found.pair) * blocks);
             return found;
         }
+    }
+    // The lane whose sum of all lanes up to it is the first above a block's number, which is then counted from
+    // the lane's own first one.
+    __device__ __forceinline__ static int lane_with(i64& block, i64 upto) {
+        const int lane = __ffs(__ballot_sync(0xffffffff, block < upto)) - 1;
+        const i64 before = __shfl_sync(0xffffffff, upto, max_int(lane - 1, 0));
+        if (lane > 0) block -= before;
+        return lane;
     }
 };
 

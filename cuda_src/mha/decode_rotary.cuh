@@ -3,8 +3,8 @@
 #include "common/math.cuh"
 #include "mha/decode_params.cuh"
 
-// Columns 8 unit to 8 unit + 7 of a row, rotated for a position. Pairs are columns 2i and 2i + 1 if interleaved,
-// else i and i + rotary_dim / 2. Products and sums are float32.
+// Columns 8 unit to 8 unit + 7 of a row, rotated for a position. Pairs are columns 2i and 2i + 1 if
+// interleaved, else i and i + rotary_dim / 2. Products and sums are float32.
 __device__ __forceinline__ uint4 load_rotated(const Params& params, const u16* row, int unit, int position) {
     const uint4* units = reinterpret_cast<const uint4*>(row);
     uint4 own = units[unit];

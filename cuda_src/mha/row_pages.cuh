@@ -1,9 +1,9 @@
-// Keys in a cache whose tokens are rows, [block, token, head, column] (FlashAttention's layout), copied by TMA
-// in boxes of PAGE_ROWS tokens, which a block of the cache has whole: with a block table 16, else all keys of
-// a tile's block. In shared memory they lie as keys of arrays do.
+// Keys in a cache whose tokens are rows, [block, token, head, column] (FlashAttention's layout), copied by
+// TMA in boxes of PAGE_ROWS tokens, which a block of the cache has whole: with a block table 16, else all
+// keys of a tile's block. In shared memory they lie as keys of arrays do.
 //
-// Boxes past a request's last key are asked for past the last block of the cache: TMA gives zeros, and neither
-// they nor their entries of the block table are read.
+// Boxes past a request's last key are asked for past the last block of the cache: TMA gives zeros, and
+// neither they nor their entries of the block table are read.
 #pragma once
 #include "common/division.cuh"
 #include "mha/array_keys.cuh"

@@ -193,6 +193,7 @@ struct TileScheduler {
 #else
         find_spans(params, tile);
 #endif
+        if (params.splits > 1) take_split(params, tile);
     }
     // Where the tile's request lies, and how many tokens it has.
     __device__ __forceinline__ static void find_tokens(const Params& params, Tile& tile) {
@@ -248,7 +249,6 @@ struct TileScheduler {
                 span.trims_last = keys.end % kTileKeys != 0 && tile.k_begin + keys.end < params.total_k;
             }
         }
-        if (params.splits > 1) take_split(params, tile);
     }
     // Leaves the tile its part of the blocks, which are counted in the order in which they are attended.
     __device__ __forceinline__ static void take_split(const Params& params, Tile& tile) {

@@ -29,7 +29,7 @@ class PreparedCached:
         arrays. ``capturing`` as in `rawmla.jit.get_kernel`.
         """
         group = call.h_q // call.h_kv
-        most_tokens = TILE_ROWS[-1] // group
+        most_tokens = max(TILE_ROWS[-1] // group, 1)
         self._decode = self._forward = None
         self._decode_bytes = 0
         fits = not paged or call.block_size % PAGE_ROWS == 0

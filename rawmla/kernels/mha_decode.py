@@ -146,7 +146,7 @@ def tile_of(rows: int, d_qk: int, d_v: int, cache_fp8: bool = False) -> Tile:
         rows = min(rows, TILE_ROWS[-2])
     math_groups = 1 if rows == TILE_ROWS[0] else 2
     k_chunks, v_chunks = ceil_div(d_qk, CHUNK), ceil_div(d_v, CHUNK)
-    token_tiles = 2 if max(k_chunks, v_chunks) == 1 else 1
+    token_tiles = 2 if max(k_chunks, v_chunks) <= 1 + cache_fp8 else 1  # blocks of about 16 KB of K
     row_bytes = 2 * CHUNK
     own_bytes = rows * row_bytes * (max(k_chunks, v_chunks) + token_tiles) + _BARRIER_BYTES
     own_bytes += 16 * rows  # maxima and sums

@@ -212,7 +212,7 @@ class PreparedMhaForward:
             tiles = min(tiles, most_tiles)
         sms = jit.device_info(call.device).sm_count
         splits, self._combine = 1, None
-        if mods is None:
+        if mods is None or not mods.max_scores:
             splits = _splits(call, tiles, tile.keys, sms)
             # Loaded in any case, so that only dtypes, dimensions and flags decide which kernels a call needs.
             combine = PreparedCombine(call, splits, _rows(call), capturing)
