@@ -46,6 +46,8 @@ from flash_attn.bert_padding import pad_input, unpad_input
 from flash_attn.layers.rotary import RotaryEmbedding, apply_rotary_emb
 from flash_attn.ops.triton.rotary import apply_rotary
 assert flash_attn.flash_attn_func is interface.flash_attn_func and interface._flash_attn_forward
+assert not interface.USE_TRITON_ROCM and interface.flash_attn_gpu.fwd is flash_attn_2_cuda.fwd
+assert interface._get_block_size_n("cuda", 64, False, True) == 128
 assert flash_attn.__version__ == "2.8.3" and flash_attn.__rawmla__ == rawmla.__version__
 assert flash_attn_3.flash_attn_func is flash_attn_interface.flash_attn_func is not interface.flash_attn_func
 for name in ("losses.cross_entropy", "ops.triton.cross_entropy", "ops.rms_norm", "modules", "models", "cute"):

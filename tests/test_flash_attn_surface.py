@@ -223,6 +223,12 @@ def test_private_results(reached: list[Any]) -> None:
     assert got["cu_seqlens_k"] is None and got["cache_seqlens"] is table and got["max_seqlen_q"] == S
     fa3._flash_attn_forward(q, q, q, rotary_cos=q)
     assert reached[-1].function == "flash_attn_with_kvcache" and reached[-1].given["rotary_cos"] is q
+    fa3._flash_attn_forward(q, q, q, q, q, rotary_cos=q, seqlens_rotary=starts)
+    assert reached[-1].given["rotary_seqlens"] is starts
+    fa3._flash_attn_forward(q, q, q, seqused_k=starts, seqlens_rotary=starts)
+    assert reached[-1].given["rotary_seqlens"] is None  # upstream reads it with rotary_cos alone
+    fa3.flash_attn_with_kvcache(q, q, q, rotary_seqlens=starts)
+    assert reached[-1].given["rotary_seqlens"] is None
     fa3._flash_attn_forward(q, q, q, q, q, seqused_k=starts, num_splits=3)
     assert reached[-1].function == "flash_attn_with_kvcache" and reached[-1].given["num_splits"] == 3
     fa2_cuda.fwd(q.requires_grad_(), q, q, None, None, 0.0, 1.0, False, -1, -1, 0.0, False)

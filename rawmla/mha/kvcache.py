@@ -232,7 +232,9 @@ def _check_call(
                 f"bytes of the cache, which is never copied, got shape {list(shape)}"
             )
     if is_fp8 and arrays.rotary_cos is not None:
-        raise ValueError(f"rotary_cos: expected None with a cache of {_FP8}, got an array")
+        raise ValueError(
+            f"rotary_cos: expected None with a cache of {_FP8}, got an array; rotate q and k before the call"
+        )
     for name in ("q", "k"):
         view = views[name]
         if view is not None and prod(view[1][:-2]) >= NO_BOUND:

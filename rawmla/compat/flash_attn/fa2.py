@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import rawmla
-
 from ...api import dense
+from ...call.arrays import needs_gradient
 from ...mha.arguments import NO_WINDOW
 from ..usage import Usage
 from . import fa2_private
-from .arguments import DTYPES, as_bound, as_pair, lse_of_equal_lengths, with_plus_inf
+from .arguments import DTYPES, as_bound, as_pair, detached, lse_of_equal_lengths, with_plus_inf
+from .fa2_caches import WithoutBackward, cache_function
 from .fa2_private import *  # noqa: F403
 from .fa2_private import attend_pages
 from .refusals import refuse_dropout, refuse_dtype
@@ -150,10 +150,14 @@ def flash_attn_varlen_func(
     if max_seqlen_q.__class__ is not int:
         max_seqlen_q = as_bound(max_seqlen_q, q.shape[0])
     if block_table is not None:
+        with_graph = needs_gradient(q, k, v)
+        inputs = detached(q, k, v) if with_graph else (q, k, v)
         out, lse = attend_pages(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, softmax_scale, causal, window_size, softcap,
+            *inputs, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, softmax_scale, causal, window_size, softcap,
             alibi_slopes, block_table, None, seqused_k, 0, s_aux, out,
         )  # fmt: skip
+        if with_graph:
+            out = WithoutBackward.apply(out, q, k, v)
     else:
         if max_seqlen_k.__class__ is not int:
             max_seqlen_k = as_bound(max_seqlen_k, k.shape[0])
@@ -269,7 +273,7 @@ def flash_attn_with_kvcache(
         refuse_dtype("q", q)
     if window_size.__class__ is not tuple:
         window_size = as_pair(window_size)
-    out, lse = rawmla.flash_attn_with_kvcache(
+    out, lse = cache_function(q)(
         q, k_cache, v_cache, k, v, rotary_cos=rotary_cos, rotary_sin=rotary_sin, cache_seqlens=cache_seqlens,
         cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, block_table=block_table,
         softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,

@@ -1,6 +1,6 @@
 """The functions of FlashAttention-2's extension `flash_attn_2_cuda`, in its argument orders.
 
-`unused_generator` has no meaning there either.
+They have a place for a random generator, which has to be None there too.
 """
 
 from __future__ import annotations
@@ -9,14 +9,19 @@ from typing import Any
 
 import torch
 
-import rawmla
-
 from ...api import dense_backward
 from .arguments import DTYPES, detached, with_plus_inf
+from .fa2_caches import cache_function
 from .fa2_private import forward, varlen_forward
 from .refusals import refuse_dropout, refuse_dtype
 
 __all__ = ["bwd", "fwd", "fwd_kvcache", "varlen_bwd", "varlen_fwd"]
+
+
+def _refuse_generator(generator: Any) -> None:
+    """Raise FlashAttention-2's error for a generator that is given."""
+    if generator is not None:
+        raise RuntimeError("unused_generator: the `generator` argument is no longer supported; pass None")
 
 
 def fwd(
@@ -35,6 +40,7 @@ def fwd(
     unused_generator: Any = None,
 ) -> list[Any]:
     """Compute `_flash_attn_forward` into `out`, which may be None."""
+    _refuse_generator(unused_generator)
     window = window_size_left, window_size_right
     return [*forward(q, k, v, out, p_dropout, softmax_scale, is_causal, window, softcap, alibi_slopes)]
 
@@ -64,6 +70,7 @@ def varlen_fwd(
     num_splits: int = 0,
 ) -> list[Any]:
     """Compute `_flash_attn_varlen_forward` into `out`, which may be None."""
+    _refuse_generator(unused_generator)
     return [
         *varlen_forward(
             q, k, v, out, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, p_dropout, softmax_scale,
@@ -95,6 +102,7 @@ def bwd(
     rng_state: Any = None,
 ) -> list[Any]:
     """Return dq, dk and dv, which are written where they are given, and an empty tensor for softmax_d."""
+    _refuse_generator(unused_generator)
     if p_dropout:
         refuse_dropout(p_dropout)
     gradients = dense_backward.flash_attn_backward(
@@ -131,6 +139,7 @@ def varlen_bwd(
     rng_state: Any = None,
 ) -> list[Any]:
     """Return the same four as `bwd`, for requests of different lengths."""
+    _refuse_generator(unused_generator)
     if p_dropout:
         refuse_dropout(p_dropout)
     gradients = dense_backward.flash_attn_varlen_backward(
@@ -167,7 +176,7 @@ def fwd_kvcache(
     if getattr(q, "dtype", None) not in DTYPES:
         refuse_dtype("q", q)
     q, k_cache, v_cache = detached(q, k_cache, v_cache)
-    out, lse = rawmla.flash_attn_with_kvcache(
+    out, lse = cache_function(q)(
         q, k_cache, v_cache, k, v, rotary_cos=rotary_cos, rotary_sin=rotary_sin, cache_seqlens=cache_seqlens,
         cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, block_table=block_table,
         softmax_scale=softmax_scale, causal=is_causal, window_size=(window_size_left, window_size_right),

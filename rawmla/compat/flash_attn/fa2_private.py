@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 
-import rawmla
-
 from ...api import dense, dense_backward
 from .arguments import DTYPES, as_bound, detached, lse_of_equal_lengths, with_plus_inf
+from .fa2_caches import cache_function
 from .refusals import refuse_dropout, refuse_dtype, unsupported
 
 __all__ = [
@@ -24,6 +23,16 @@ __all__ = [
 ]
 
 Four = tuple[Any, Any, Any, Any]
+USE_TRITON_ROCM = False
+"""Whether FlashAttention-2 would run on AMD's GPUs. Its tests read this and the next name."""
+
+
+def _get_block_size_n(device: Any, head_dim: int, is_dropout: bool, is_causal: bool) -> int:
+    """Return the keys in a step of FlashAttention-2's kernels on Hopper; ours take other numbers."""
+    assert head_dim <= 256
+    if head_dim <= 64:
+        return 64 if is_dropout and head_dim > 32 else 128
+    return 32 if is_dropout and 96 < head_dim <= 128 else 64
 
 
 def _flash_attn_forward(
@@ -172,7 +181,7 @@ def attend_pages(
     out: Any,
 ) -> tuple[Any, Any]:
     """Attend over keys in pages, whose numbers are the differences of cu_seqlens_k, or seqused_k if given."""
-    return rawmla.flash_attn_with_kvcache(
+    return cache_function(q)(
         q, k, v, cache_seqlens=seqused_k, cache_leftpad=leftpad_k, block_table=block_table,
         cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q,
         cu_seqlens_k=cu_seqlens_k if seqused_k is None else None, softmax_scale=softmax_scale, causal=causal,
