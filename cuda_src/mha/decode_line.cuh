@@ -114,8 +114,8 @@ class Line {
             return found;
         }
     }
-    // The lane whose sum of all lanes up to it is the first above a block's number, which is then counted from
-    // the lane's own first one.
+    // The lane whose sum, of all lanes up to it, is the first above a block's number; which is then counted
+    // from the lane's own first block.
     __device__ __forceinline__ static int lane_with(i64& block, i64 upto) {
         const int lane = __ffs(__ballot_sync(0xffffffff, block < upto)) - 1;
         const i64 before = __shfl_sync(0xffffffff, upto, max_int(lane - 1, 0));
