@@ -21,8 +21,10 @@ import os
 import random
 import sys
 from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -31,9 +33,11 @@ import torch
 HERE = Path(__file__).parent
 HAS_GPU = torch.cuda.is_available()
 left_out: Counter[str] = Counter()
+Case = dict[str, Any]
+Row = tuple[Any, ...]
 
 
-def pytest_addoption(parser):
+def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("upstream")
     group.addoption("--sample", type=int, default=0, help="about how many cases of a file; 0: all")
     group.addoption("--seed", type=int, default=1, help="which sample")
@@ -47,11 +51,11 @@ def pytest_addoption(parser):
 # ---------------------------------------------------------------- which cases
 
 
-def fp8(x):
+def is_fp8(x: Any) -> bool:
     return getattr(x, "dtype", x) is torch.float8_e4m3fn
 
 
-def refused(function, case):
+def refused(function: str, case: Case) -> str | None:
     """Why rawmla does not have a case, or None."""
     if function.endswith("block_table_bounds"):
         return "block_table_bounds"
@@ -61,14 +65,14 @@ def refused(function, case):
         return "dropout_p"
     if case.get("has_qv"):
         return "qv"
-    if fp8(case.get("dtype")) and "kvcache" not in function:
+    if is_fp8(case.get("dtype")) and "kvcache" not in function:
         return "FP8 without a cache"
-    if fp8(case.get("dtype")) and case.get("rotary_fraction"):
+    if is_fp8(case.get("dtype")) and case.get("rotary_fraction"):
         return "FP8 with rotary embeddings"
     return None
 
 
-def skipped(case):
+def is_skipped(case: Case) -> Any:
     """Whether upstream's test skips a case; a sample would waste its place."""
     get = case.get
     paged = get("paged_kv_block_size", get("page_size"))
@@ -89,18 +93,18 @@ def skipped(case):
         or (get("softcap") or 0) > 0
         and (get("dropout_p") or 0) > 0
         or get("has_qv")
-        and (get("d") != 64 or fp8(get("dtype")))
+        and (get("d") != 64 or is_fp8(get("dtype")))
     )
 
 
-def too_big(config, function, case):
+def is_too_big(config: pytest.Config, case: Case) -> Any:
     tokens, work = config.getoption("tokens"), config.getoption("work")
-    q = case.get("seqlen_q", case.get("seqlen", 1))
-    k = case.get("seqlen_k", case.get("seqlen", 1))
+    length = case.get("seqlen") or 1
+    q, k = case.get("seqlen_q") or length, case.get("seqlen_k") or length
     return tokens and max(q, k) > tokens or work and q * k > work
 
 
-def tables_of(metafunc):
+def tables_of(metafunc: pytest.Metafunc) -> Iterator[tuple[list[str], list[Row]]]:
     """The parameters of a test: [(names, values)]."""
     for mark in metafunc.definition.iter_markers("parametrize"):
         names = mark.args[0]
@@ -109,7 +113,7 @@ def tables_of(metafunc):
         yield names, [tuple(v) if len(names) > 1 else (v,) for v in values]
 
 
-def share_of(config, function):
+def share_of(config: pytest.Config, function: str) -> int:
     """Cases of a function: those of caches and the two main ones get more."""
     total = config.getoption("sample")
     parts = {"kvcache": 6, "varlen_output": 4, "output": 4, "splitkv": 2, "combine": 2, "varlen_causal": 3}
@@ -120,7 +124,7 @@ def share_of(config, function):
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_generate_tests(metafunc):
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     config, function = metafunc.config, metafunc.function.__name__
     tables = list(tables_of(metafunc))
     limits = config.getoption("all_limits")
@@ -129,13 +133,11 @@ def pytest_generate_tests(metafunc):
     names = [n for group, _ in tables for n in group]
     chooser = random.Random(f"{function}{config.getoption('seed')}")
 
-    def case_of(row):
-        return dict(zip(names, itertools.chain.from_iterable(row)))
+    def case_of(row: Row) -> Case:
+        return dict(zip(names, itertools.chain.from_iterable(row), strict=True))
 
-    def is_good(case):
-        return not (
-            skipped(case) or too_big(config, function, case) or not limits and refused(function, case)
-        )
+    def is_good(case: Case) -> bool:
+        return not (is_skipped(case) or is_too_big(config, case) or not limits and refused(function, case))
 
     if not config.getoption("sample"):
         rows = [row for row in itertools.product(*[v for _, v in tables])]
@@ -157,30 +159,33 @@ def pytest_generate_tests(metafunc):
     metafunc.parametrize(names, [tuple(c[n] for n in names) for c in cases], ids=ids)
 
 
-def covering(chooser, tables, is_good, count):
+def covering(
+    chooser: random.Random, tables: list[list[Row]], is_good: Callable[[Row], bool], count: int
+) -> list[Row]:
     """At most `count` rows that meet each value, if it has a good row at all, and many pairs of values."""
-    seen, rows = set(), []
+    seen: set[Any] = set()
+    rows: list[Row] = []
 
-    def news(row):
+    def news(row: Row) -> tuple[int, list[Any]]:
         singles = [(i, repr(v)) for i, v in enumerate(row)]
         pairs = list(itertools.combinations(singles, 2))
         return 1000 * sum(s not in seen for s in singles) + sum(p not in seen for p in pairs), singles + pairs
 
-    def draw():
+    def draw() -> Row | None:
         for _ in range(200):
             row = tuple(chooser.choice(values) for values in tables)
             if is_good(row):
                 return row
         return None
 
-    def draw_with(i, value):
+    def draw_with(i: int, value: Row) -> Row | None:
         for _ in range(300):
             row = tuple(value if i == j else chooser.choice(values) for j, values in enumerate(tables))
             if is_good(row):
                 return row
         return None
 
-    def take(row):
+    def take(row: Row) -> None:
         seen.update(news(row)[1])
         rows.append(row)
 
@@ -199,7 +204,7 @@ def covering(chooser, tables, is_good, count):
     return rows
 
 
-def pytest_collection_modifyitems(config, items):
+def pytest_collection_modifyitems(config: pytest.Config, items: list[Any]) -> None:
     part, parts = map(int, config.getoption("part").split("/"))
     others = [item for i, item in enumerate(items) if i % parts != part - 1]
     config.hook.pytest_deselected(items=others)
@@ -212,7 +217,7 @@ def pytest_collection_modifyitems(config, items):
     left_out.update(dropped.values())
 
 
-def pytest_terminal_summary(terminalreporter):
+def pytest_terminal_summary(terminalreporter: Any) -> None:
     for why, count in left_out.items():
         terminalreporter.write_line(f"left out: {count} cases, {why}")
 
@@ -220,16 +225,19 @@ def pytest_terminal_summary(terminalreporter):
 # ---------------------------------------------------------------- inside of a test
 
 
-def product_of_supported(*lists, **options):
+def product_of_supported(*lists: Any, **options: Any) -> Iterator[Any]:
     """itertools.product of the tests of FlashAttention-3: without d_v above 256 and attention_chunk."""
     frame = sys._getframe(1)
-    names = frame.f_locals
-    kept = []
-    for values in lists:
-        if values is names.get("dv_vals"):
+    names: Any = frame.f_locals
+    sizes_of_v: Any = names.get("dv_vals")
+    chunks: Any = names.get("attention_chunk_vals")
+    kept: list[Any] = []
+    for given in lists:
+        values: Any = given
+        if values is sizes_of_v:
             left_out["a d_v above 256, in a loop"] += sum(v > 256 for v in values)
             values = [v for v in values if v <= 256]
-        elif values is names.get("attention_chunk_vals"):
+        elif values is chunks:
             left_out["attention_chunk, in a loop"] += sum(v > 0 for v in values)
             values = [v for v in values if v == 0]
         kept.append(values)
@@ -237,18 +245,18 @@ def product_of_supported(*lists, **options):
 
 
 @pytest.fixture(autouse=True)
-def upstream_module(request):
+def upstream_module(request: pytest.FixtureRequest) -> Iterator[None]:
     config, module = request.config, request.module
     with contextlib.ExitStack() as stack:
 
-        def put(name, value):
+        def put(name: str, value: Any) -> None:
             stack.enter_context(mock.patch.object(module, name, value, create=True))
 
         if not config.getoption("all_limits") and hasattr(module, "itertools"):
             put("itertools", SimpleNamespace(product=product_of_supported))
         if repeats := config.getoption("repeats"):
 
-            def few_of_one(*bounds):
+            def few_of_one(*bounds: int) -> range:
                 if len(bounds) == 1 and bounds[0] >= 50:
                     bounds = (repeats,)
                 return builtins.range(*bounds)
@@ -262,10 +270,10 @@ def upstream_module(request):
 FACTORIES = "arange empty full ones rand randint randn randperm tensor zeros".split()
 
 
-def in_float32(method):
-    """As on a GPU, a Python float is not rounded to 16 bits first: tests take their bounds from x + 0.3 - 0.3."""
+def in_float32(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep a Python float in float32, as a GPU does: tests take their bounds from x + 0.3 - 0.3."""
 
-    def wrapped(x, y, *others, **options):
+    def wrapped(x: Any, y: Any, *others: Any, **options: Any) -> Any:
         if isinstance(y, float) and x.dtype in (torch.float16, torch.bfloat16):
             return method(x.float(), y, *others, **options).to(x.dtype)
         return method(x, y, *others, **options)
@@ -273,8 +281,8 @@ def in_float32(method):
     return wrapped
 
 
-def on_cpu(make):
-    def wrapped(*args, **options):
+def on_cpu(make: Callable[..., Any]) -> Callable[..., Any]:
+    def wrapped(*args: Any, **options: Any) -> Any:
         if str(options.get("device")) == "cuda":
             options["device"] = "cpu"
         if make is EMPTY and args and isinstance(args[0], int) and args[0] > 2**32:
@@ -288,7 +296,7 @@ EMPTY = torch.empty
 _stack = contextlib.ExitStack()
 
 
-def pytest_configure(config):
+def pytest_configure(config: pytest.Config) -> None:
     if HAS_GPU:
         return
     from emulator import Emulator
@@ -314,5 +322,5 @@ def pytest_configure(config):
     _stack.enter_context(Emulator(folder).installed())
 
 
-def pytest_unconfigure(config):
+def pytest_unconfigure(config: pytest.Config) -> None:
     _stack.close()
