@@ -235,7 +235,7 @@ KVCACHE_ROWS = replace(
 KVCACHE_VARLEN = replace(
     KVCACHE,
     name="kvcache_varlen",
-    cases=(CHUNKS, MIXED),
+    cases=(MIXED, CHUNKS),
     arrays=(
         "q", "k_cache", "v_cache", "k", "v", "rotary_cos", "rotary_sin", "cache_seqlens", "block_table",
         "cu_seqlens_q", "cu_seqlens_k_new", "rotary_seqlens", "alibi_slopes",
@@ -271,10 +271,12 @@ KVCACHE_FP8 = replace(
         KvCacheCase(**LENGTHS, **BYTES, new=3, s_q=3, dtype=FP8, causal=True, page=64),
     ),
     arrays=(
-        "q", "k_cache", "v_cache", "k", "v", "cache_seqlens", "block_table", "q_descale", "k_descale",
-        "v_descale", "alibi_slopes", "attn_sink",
+        "q", "k_cache", "v_cache", "k", "v", "cache_seqlens", "block_table", "k_descale", "v_descale",
+        "alibi_slopes", "attn_sink",
     ),
-    floats=lambda case: tuple(name for name in ("q", "alibi_slopes", "attn_sink") if case.dtype != FP8),
+    floats=lambda case: (
+        *floats(case), "k_descale", "v_descale", *(["q_descale"] if case.dtype == FP8 else []),
+    ),
     small_cases=(
         KvCacheCase(**FEW, **BYTES),
         KvCacheCase(**FEW, **BYTES, page=None, s_q=3, causal=True, dtype="float16", **D64),
@@ -292,6 +294,7 @@ KVCACHE_FP8 = replace(
     bad={
         "scale 0": wrong_value("softmax_scale", 0.0),
         "k of another dtype": spoilt("k", lambda x: x.half(), TypeError),
+        "factors of 16-bit queries": (ValueError, "q_descale", lambda a: {"q_descale": a["k_descale"]}),
         "factors of query heads": spoilt("k_descale", lambda x: x.repeat(1, 4)),
     },
 )  # fmt: skip
