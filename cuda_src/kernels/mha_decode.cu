@@ -8,7 +8,8 @@
 //   v_new
 //
 // Tokens are the rows of both products, so that few queries cost little: memory is the limit. A warpgroup of
-// math has its own query rows, and reads all of K and V in shared memory.
+// math has its own query rows, and reads all of K and V in shared memory; with an FP8 cache it has its own
+// tokens of each block, and all query rows.
 //
 // Grid: a CTA for each SM, which shares the line of all blocks of keys (mha/decode_line.cuh); or, with
 // is_whole, a CTA for each pair. kernels/mha_decode_combine.cu adds up the parts of pairs that were cut.
@@ -26,6 +27,8 @@
 //                                    are in shared memory
 // NB_VOTE + wg  128 (named)          whether a score outgrew its reference;    follow it; overwrite -
 //                                    P of the block before read                P
+// NB_MERGE      256 (named)          FP8: a pair done; O of warpgroup 1 there, overwrite Q; add it; -
+//                                    or read                                   overwrite it
 #include "common/math.cuh"
 #include "common/types.cuh"
 #include "layout/rescale.cuh"
@@ -47,7 +50,7 @@ static_assert(kThreads == THREADS, "THREADS is what the launch gives");
 static_assert(sizeof(SharedMemoryPlan) <= SMEM_BYTES, "SMEM_BYTES is what the launch asks for");
 static_assert(SMEM_BYTES <= kMaxSharedBytes, "more shared memory than a CTA may have");
 
-enum NamedBarrier : int { NB_MATH = 1, NB_VOTE = 1 + kMathGroups };
+enum NamedBarrier : int { NB_MATH = 1, NB_VOTE = 1 + kMathGroups, NB_MERGE = 1 + 2 * kMathGroups };
 
 // A warpgroup of math.
 class Math {
@@ -60,12 +63,14 @@ class Math {
     }
 
   private:
-    using Scores = float[kTokenTiles][kAccumulators];
+    using Scores = float[kOwnTiles][kAccumulators];
 
     const Params& params;
     SharedMemoryPlan& smem;
     const int wg, warp_idx;
-    u32 number = 0;  // of the next block
+    const int row_group = kRowGroups == 1 ? 0 : wg;
+    const int own_token = kRowGroups == kMathGroups ? 0 : wg * kOwnTokens;  // the first of a block
+    u32 number = 0;                                                         // of the next block
     // Of the thread's rows
     float m[kThreadRows], l[kThreadRows];  // references of the softmax; the thread's share of the sums
     float slope[kThreadRows];              // ALiBi, times log2(e)
@@ -80,7 +85,7 @@ class Math {
         const bool segments = params.cu_seqlens_q != nullptr;
 #pragma unroll
         for (int own = threadIdx.x % 128 / 8; own < kOwnRows; own += 16) {
-            const RowPlace row(params, walk, walk.first_row(wg) + own);
+            const RowPlace row(params, walk, walk.first_row(row_group) + own);
             const QElement* src = params.q + (segments ? 0 : walk.index * params.q_stride_b) +
                                   (walk.request.q_begin + row.token) * params.q_stride_s +
                                   row.head * params.q_stride_h;
@@ -123,7 +128,7 @@ class Math {
 #pragma unroll
         for (int i = 0; i < kThreadRows; ++i) {
             m[i] = -kInfinity, l[i] = 0.0f;
-            const RowPlace row(params, walk, walk.first_row(wg) + query_of(i));
+            const RowPlace row(params, walk, walk.first_row(row_group) + query_of(i));
             diagonal[i] = min_int(row.token, request.q_len - 1) + shift;
             if constexpr (kAlibi)
                 slope[i] = !row.exists ? 0.0f : kLog2E * params.alibi_slopes[slopes + row.head];
@@ -134,16 +139,16 @@ class Math {
             for (int j = 0; j < kAccumulators; ++j) o[chunk][j] = 0.0f;
         // Blocks that begin at plain_begin or later and end at plain_end or before are seen by all rows.
         const int leftpad = params.cache_leftpad == nullptr ? 0 : params.cache_leftpad[walk.index];
-        const int last_row = walk.first_row(wg) + kOwnRows - 1;
-        const int first = divide(walk.first_row(wg), params.group_magic, params.group_shift) + shift;
+        const int last_row = walk.first_row(row_group) + kOwnRows - 1;
+        const int first = divide(walk.first_row(row_group), params.group_magic, params.group_shift) + shift;
         const int last =
             min_int(divide(last_row, params.group_magic, params.group_shift), request.q_len - 1) + shift;
         const int plain_begin = max_int(leftpad, last - params.window_left);
         const int plain_end = min_int(request.length, first + params.window_right + 1);
 #pragma unroll 1
         for (int i = 0; i < walk.blocks; ++i, ++number) {
-            const int first_key = (walk.first_block + i) * kBlockTokens;
-            const bool is_plain = first_key >= plain_begin && first_key + kBlockTokens <= plain_end;
+            const int first_key = (walk.first_block + i) * kBlockTokens + own_token;
+            const bool is_plain = first_key >= plain_begin && first_key + kOwnTokens <= plain_end;
             step(first_key, is_plain, leftpad, request.length, o);
         }
         finish(walk, o);
@@ -159,7 +164,7 @@ class Math {
         scale_and_mask(s, first_key, is_plain, leftpad, length);
         follow_maxima(s, o);
 #pragma unroll
-        for (int tile = 0; tile < kTokenTiles; ++tile) {
+        for (int tile = 0; tile < kOwnTiles; ++tile) {
 #pragma unroll
             for (int i = 0; i < kThreadRows; ++i) {
                 const int j = accumulator_of(i);
@@ -172,7 +177,6 @@ class Math {
         }
         mbarrier_wait_parity(smem_address(&smem.bar_v_full[stage]), parity);
         fence_proxy_async();  // P, and V, whose rows were written by cp.async
-        named_barrier_sync(NB_MATH + wg, 128);
         multiply_v(o, smem_address(smem.v[stage]));
         release(smem.bar_v_free[stage]);
     }
@@ -185,13 +189,14 @@ class Math {
         };
 #if CACHE_FP8
 #pragma unroll
-        for (int tile = 0; tile < kTokenTiles; ++tile) {
+        for (int tile = 0; tile < kOwnTiles; ++tile) {
 #pragma unroll
             for (int columns = 0; columns < kKTiles; ++columns) {  // 128, whose fragments there is room for
                 u32 a[2][4][4];
 #pragma unroll
                 for (int half = 0; half < min_int(2, kKChunks - 2 * columns); ++half)
-                    load_k_fragments(a[half], k + columns * Keys::kBytes, 64 * tile + 16 * warp_idx, half);
+                    load_k_fragments(a[half], k + columns * Keys::kBytes,
+                                     own_token + 64 * tile + 16 * warp_idx, half);
                 wgmma_pin(s[tile]);
                 wgmma_fence();
 #pragma unroll
@@ -224,7 +229,7 @@ class Math {
 #endif
     }
 
-    // O^T += V^T P^T of a block.
+    // O^T += V^T P^T of a block, when P is there.
     __device__ __forceinline__ void multiply_v(Output& o, u32 v) const {
         const u64 desc_p = Rows::k_major(smem_address(smem.p[wg]));
         const auto p_at = [&](int step) {
@@ -232,21 +237,32 @@ class Math {
         };
 #if CACHE_FP8
 #pragma unroll
-        for (int chunk = 0; chunk < kVChunks; ++chunk) {
-            u32 a[kBlockTokens / 32][2][4];
+        for (int columns = 0; columns < ceil_div(kVChunks, 2); ++columns) {  // 128, as of K
+            constexpr int kLoads = kOwnTokens / 32;
+            const int chunks = min_int(2, kVChunks - 2 * columns);
+            u32 a[2][kLoads][2][4];
 #pragma unroll
-            for (int i = 0; i < kBlockTokens / 32; ++i)
-                load_v_fragments(a[i], v + chunk / 2 * Keys::kBytes, 32 * i, 4 * (chunk % 2) + warp_idx);
-            wgmma_pin(o[chunk]);
+            for (int chunk = 0; chunk < chunks; ++chunk)
+#pragma unroll
+                for (int i = 0; i < kLoads; ++i)
+                    load_v_fragments(a[chunk][i], v + columns * Keys::kBytes, own_token + 32 * i,
+                                     4 * chunk + warp_idx);
+            if (columns == 0) named_barrier_sync(NB_MATH + wg, 128);
+#pragma unroll
+            for (int chunk = 0; chunk < chunks; ++chunk) wgmma_pin(o[2 * columns + chunk]);
             wgmma_fence();
 #pragma unroll
-            for (int step = 0; step < kBlockTokens / 16; ++step)
-                wgmma_rs<kMath>(o[chunk], a[step / 2][step % 2], p_at(step), true);
+            for (int step = 0; step < kOwnTokens / 16; ++step)
+#pragma unroll
+                for (int chunk = 0; chunk < chunks; ++chunk)
+                    wgmma_rs<kMath>(o[2 * columns + chunk], a[chunk][step / 2][step % 2], p_at(step), true);
             wgmma_commit_group();
             wgmma_wait_group<0>();
-            wgmma_pin(o[chunk]);
+#pragma unroll
+            for (int chunk = 0; chunk < chunks; ++chunk) wgmma_pin(o[2 * columns + chunk]);
         }
 #else
+        named_barrier_sync(NB_MATH + wg, 128);
         const u64 desc_v = Keys::mn_major(v);
 #pragma unroll
         for (int chunk = 0; chunk < kVChunks; ++chunk) wgmma_pin(o[chunk]);
@@ -278,7 +294,7 @@ class Math {
             const int begin = max_int(leftpad, diagonal[i] - params.window_left);
             const int end = min_int(length, diagonal[i] + params.window_right + 1);
 #pragma unroll
-            for (int tile = 0; tile < kTokenTiles; ++tile)
+            for (int tile = 0; tile < kOwnTiles; ++tile)
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
                     float& score = s[tile][accumulator_of(i) + 2 * half];
@@ -300,7 +316,7 @@ class Math {
             const int j = accumulator_of(i);
             top[i] = -kInfinity;
 #pragma unroll
-            for (int tile = 0; tile < kTokenTiles; ++tile)
+            for (int tile = 0; tile < kOwnTiles; ++tile)
                 top[i] = fmaxf(top[i], fmaxf(s[tile][j], s[tile][j + 2]));
             outgrown |= top[i] > m[i] + kLazyLog2;
         }
@@ -339,11 +355,15 @@ class Math {
         named_barrier_sync(NB_MATH + wg, 128);
 #pragma unroll
         for (int i = 0; i < kThreadRows; ++i) sum[i] = sum_of_warps(smem.of_warps[wg], query_of(i));
+        if constexpr (kRowGroups < kMathGroups) {
+            merge(o, sum);
+            if (wg > 0) return;
+        }
         if (walk.begins && walk.ends) {
-            store_results(params, walk, wg, rows_address(), o, m, sum, warp_idx, NB_MATH + wg);
+            store_results(params, walk, row_group, rows_address(), o, m, sum, warp_idx, NB_MATH + wg);
         } else {
             const int part = 2 * blockIdx.x + walk.begins;
-            float* dst = part_of(params, part, wg) + threadIdx.x % 128;
+            float* dst = part_of(params, part, row_group) + threadIdx.x % 128;
 #pragma unroll
             for (int chunk = 0; chunk < kVChunks; ++chunk)
 #pragma unroll
@@ -351,10 +371,50 @@ class Math {
             if (warp_idx == 0 && lane_index() < 4) {
 #pragma unroll
                 for (int i = 0; i < kThreadRows; ++i)
-                    states_of(params, part, wg)[query_of(i)] = make_float2(m[i], sum[i]);
+                    states_of(params, part, row_group)[query_of(i)] = make_float2(m[i], sum[i]);
             }
         }
         named_barrier_sync(NB_MATH + wg, 128);  // all have read the sums, and O
+    }
+
+    // Adds what warpgroup 1 has, of its tokens, to what warpgroup 0 has. O of warpgroup 1 takes the place of Q.
+    __device__ __forceinline__ void merge(Output& o, float (&sum)[kThreadRows]) {
+        static_assert(kRowGroups == kMathGroups || 4 * kPartFloats <= sizeof(smem.rows) && kMathGroups == 2 &&
+                                                       kOwnTokens * 2 == kBlockTokens);
+        float* numbers = reinterpret_cast<float*>(smem.rows) + threadIdx.x % 128;
+        named_barrier_sync(NB_MERGE, 256);
+        if (wg == 1) {
+#pragma unroll
+            for (int chunk = 0; chunk < kVChunks; ++chunk)
+#pragma unroll
+                for (int j = 0; j < kAccumulators; ++j)
+                    numbers[(chunk * kAccumulators + j) * 128] = o[chunk][j];
+            if (warp_idx == 0 && lane_index() < 4) {
+#pragma unroll
+                for (int i = 0; i < kThreadRows; ++i)
+                    smem.of_warps[1][0][query_of(i)] = m[i], smem.of_warps[1][1][query_of(i)] = sum[i];
+            }
+        }
+        named_barrier_sync(NB_MERGE, 256);
+        if (wg == 0) {
+#pragma unroll
+            for (int i = 0; i < kThreadRows; ++i) {
+                const float other = smem.of_warps[1][0][query_of(i)], top = fmaxf(m[i], other);
+                const float own_weight = m[i] == top ? 1.0f : exp2_approx(m[i] - top);
+                const float weight = other == top ? 1.0f : exp2_approx(other - top);
+                m[i] = top;
+                sum[i] = own_weight * sum[i] + weight * smem.of_warps[1][1][query_of(i)];
+#pragma unroll
+                for (int chunk = 0; chunk < kVChunks; ++chunk)
+#pragma unroll
+                    for (int half = 0; half < 2; ++half) {
+                        const int j = accumulator_of(i) + 2 * half;
+                        o[chunk][j] =
+                            own_weight * o[chunk][j] + weight * numbers[(chunk * kAccumulators + j) * 128];
+                    }
+            }
+        }
+        named_barrier_sync(NB_MERGE, 256);
     }
 };
 
@@ -377,12 +437,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) mha_decode(const __gri
     griddepcontrol_wait();
     griddepcontrol_launch_dependents();
     if (wg == 0 && warp_idx == 0) {
-        const Share share = params.is_whole ? whole_pair(params, blockIdx.x)
-                                            : Line(params, gridDim.x).share(params, blockIdx.x);
-        if (lane_index() == 0) {
-            smem.share = share;
-            if (!params.is_whole) params.shares[blockIdx.x] = share;
-        }
+        const Share share = params.is_whole ? whole_pair(params, blockIdx.x) : share_of_cta(params);
+        if (lane_index() == 0) smem.share = share;
     }
     __syncthreads();
 

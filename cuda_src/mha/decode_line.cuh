@@ -1,9 +1,10 @@
 // How the work of decoding is shared among CTAs, from lengths on the device and without a plan.
 //
-// A pair is a tile of query rows and the KV head that they attend. The blocks of keys of all pairs form a
-// line: requests one after the other, in each its heads, in each its tiles. Each CTA takes an equal share of
-// the line. So every multiprocessor loads as much as the others, however the lengths vary, and a CTA begins
-// and ends at most one pair that other CTAs share.
+// A pair is a tile of query rows and the KV head that they attend. A team of CTAs has Params::team heads side
+// by side, one each, and its CTAs read the same tokens at the same time: a page holds the rows of all heads.
+// The blocks of keys of the pairs of one CTA of a team form a line: requests one after the other, in each its
+// heads, in each its tiles. Each team takes an equal share of the line. So every multiprocessor loads as much
+// as the others, however the lengths vary, and a CTA begins and ends at most one pair that others share.
 #pragma once
 #include "common/division.cuh"
 #include "mha/decode_params.cuh"
@@ -17,7 +18,8 @@ struct Request {
     int cached;              // tokens in the cache: the first new one's position. May be negative
     int length;              // of all keys
     int first_key;           // the first position that is loaded
-    int first_block, blocks, pairs, tiles;
+    int first_block, blocks, tiles;
+    int pairs;  // of a CTA of a team
 
     __device__ __forceinline__ Request(const Params& params, int request) {
         const Segment q(params.cu_seqlens_q, request, params.total_q, params.seqlen_q);
@@ -42,7 +44,7 @@ struct Request {
         blocks = max_int(ceil_div(length, kBlockTokens) - first_block, 1);  // one that writes zeros
         tiles = ceil_div(q_len * params.group, kTileRows);
         if (tiles == 0 && new_len > 0) tiles = 1;  // which appends
-        pairs = tiles * params.heads_kv;
+        pairs = tiles * params.heads_of_cta;
     }
     __device__ __forceinline__ i64 work() const { return static_cast<i64>(blocks) * pairs; }
 
@@ -72,12 +74,12 @@ class Line {
         total = __shfl_sync(0xffffffff, upto, 31);
         shares = static_cast<int>(total < most_shares ? total : most_shares);
     }
-    // The share of a CTA; no blocks if there are fewer shares.
-    __device__ __forceinline__ Share share(const Params& params, int cta) const {
-        if (cta >= shares) return {0, 0, 0, 0, 0};
-        const i64 first = begin(cta);
+    // The share of a team; no blocks if there are fewer shares.
+    __device__ __forceinline__ Share share(const Params& params, int team) const {
+        if (team >= shares) return {0, 0, 0, 0, 0};
+        const i64 first = begin(team);
         Share found = find(params, first);
-        found.blocks = static_cast<int>(begin(cta + 1) - first);
+        found.blocks = static_cast<int>(begin(team + 1) - first);
         found.pair_begins = share_of(first - found.block);
         return found;
     }
@@ -86,7 +88,7 @@ class Line {
     int of_lane;  // requests
     i64 upto;     // blocks of the lane's requests and of all before them
     i64 total;    // blocks
-    int shares;   // CTAs that have some
+    int shares;   // teams that have some
 
     // The first block of a share, of `shares` itself the end of the line.
     __device__ __forceinline__ i64 begin(int share) const { return share * total / shares; }
@@ -124,9 +126,14 @@ class Line {
     }
 };
 
+// The share of this CTA.
+__device__ __forceinline__ Share share_of_cta(const Params& params) {
+    return Line(params, gridDim.x / params.team).share(params, blockIdx.x / params.team);
+}
+
 // The share of a CTA that attends a whole pair (Params::is_whole); no blocks if the request has fewer pairs.
 __device__ __forceinline__ Share whole_pair(const Params& params, int index) {
-    const int pairs = params.heads_kv * params.max_tiles;
+    const int pairs = params.heads_of_cta * params.max_tiles;
     const int request_index = index / pairs, pair = index - request_index * pairs;
     const Request request(params, request_index);
     return {request_index, pair, 0, pair < request.pairs ? request.blocks : 0, index};
@@ -136,6 +143,7 @@ __device__ __forceinline__ Share whole_pair(const Params& params, int index) {
 struct Walk {
     Request request;
     int index;  // of the request
+    int head_of_team;
     int pair, block, left;
     // Of the current pair
     int head, tile;
@@ -145,6 +153,7 @@ struct Walk {
     __device__ __forceinline__ Walk(const Params& params, const Share& share)
         : request(params, share.request),
           index(share.request),
+          head_of_team(blockIdx.x % params.team),
           pair(share.pair),
           block(share.block),
           left(share.blocks) {}
@@ -155,8 +164,9 @@ struct Walk {
             request = Request(params, ++index);
             pair = 0;
         }
-        head = pair / request.tiles;
-        tile = pair - head * request.tiles;
+        const int of_cta = pair / request.tiles;
+        head = of_cta * params.team + head_of_team;
+        tile = pair - of_cta * request.tiles;
         first_block = request.first_block + block;
         blocks = min_int(request.blocks - block, left);
         begins = block == 0;

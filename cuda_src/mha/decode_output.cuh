@@ -16,13 +16,13 @@ constexpr int kThreadRows = kOwnRows / 4;
 constexpr int kAccumulators = kOwnRows / 2;  // of 64 tokens, or of 64 columns of V
 using Output = float[kVChunks][kAccumulators];
 
-constexpr int kPartFloats = kVChunks * kAccumulators * 128;  // of a warpgroup
+constexpr int kPartFloats = kVChunks * kAccumulators * 128;  // of a group of rows
 
 __device__ __forceinline__ float* part_of(const Params& params, int part, int wg) {
-    return params.o_parts + (static_cast<i64>(part) * kMathGroups + wg) * kPartFloats;
+    return params.o_parts + (static_cast<i64>(part) * kRowGroups + wg) * kPartFloats;
 }
 __device__ __forceinline__ float2* states_of(const Params& params, int part, int wg) {
-    return reinterpret_cast<float2*>(params.states) + (static_cast<i64>(part) * kMathGroups + wg) * kOwnRows;
+    return reinterpret_cast<float2*>(params.states) + (static_cast<i64>(part) * kRowGroups + wg) * kOwnRows;
 }
 
 // Packs 64 transposed rows (tokens or columns of V) to 16 bits, and stores them to a tile of query rows.

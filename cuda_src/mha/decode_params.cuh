@@ -6,14 +6,17 @@
 
 constexpr Dtype kDtype = static_cast<Dtype>(DTYPE);
 constexpr int kMathGroups = MATH_GROUPS;  // warpgroups that compute
-constexpr int kOwnRows = GROUP_ROWS;      // query rows of each: 8, 16 or 32
-constexpr int kTileRows = kMathGroups * kOwnRows;
+constexpr int kOwnRows = GROUP_ROWS;      // query rows of each: 8, 16, 32 or 64
 constexpr bool kSoftcap = SOFTCAP;
 constexpr bool kAlibi = ALIBI;
 constexpr int kStages = STAGES;
 // A cache of e4m3 numbers: products are of float16, in which they are exact.
 constexpr bool kFp8 = CACHE_FP8;
 constexpr Dtype kMath = kFp8 ? Dtype::kF16 : kDtype;
+// Warpgroups of math share the query rows; or, since each token that they read is to be converted, the tokens
+// of a block.
+constexpr int kRowGroups = kFp8 ? 1 : kMathGroups;
+constexpr int kTileRows = kRowGroups * kOwnRows;
 #if CACHE_FP8
 using CacheElement = unsigned char;
 #else
@@ -27,6 +30,8 @@ using QElement = u16;
 
 constexpr int kTokenTiles = TOKEN_TILES;  // of 64 tokens, in a block
 constexpr int kBlockTokens = 64 * kTokenTiles;
+constexpr int kOwnTiles = kTokenTiles * kRowGroups / kMathGroups;  // of a warpgroup
+constexpr int kOwnTokens = 64 * kOwnTiles;
 constexpr int kKChunks = ceil_div(D_QK, 64), kVChunks = ceil_div(D_V, 64);
 constexpr int kRowChunks = max_int(kKChunks, kVChunks);
 constexpr int kUnit = 16 / sizeof(CacheElement);          // columns in 16 bytes of the cache
@@ -39,7 +44,7 @@ using Rows = SwizzledTile<kOwnRows>;      // 64 columns of Q or O, or tokens of 
 struct Share {
     int request, pair, block;
     int blocks;       // that the share has
-    int pair_begins;  // the CTA whose share has the pair's first block
+    int pair_begins;  // the team whose share has the pair's first block
 };
 
 struct Params {
@@ -65,7 +70,6 @@ struct Params {
     const float *q_descale, *k_descale, *v_descale;  // [b, KV heads], of an FP8 cache; null: 1
     float* states;   // scratch: reference and sum of each row of a part (mha/decode_output.cuh)
     float* o_parts;  // scratch: O of a part
-    Share* shares;   // scratch: of all CTAs, for the combine
     i64 cache_length;
     i64 q_stride_b, q_stride_s, q_stride_h;
     i64 k_stride_b, k_stride_s, k_stride_h;  // of the cache: block, token, head
@@ -77,7 +81,8 @@ struct Params {
     i64 table_stride;
     i64 q_descale_stride_b, q_descale_stride_h, k_descale_stride_b, k_descale_stride_h;
     i64 v_descale_stride_b, v_descale_stride_h;
-    int b, heads_kv, group;
+    int b, group;
+    int team, heads_of_cta;  // CTAs of a team; KV heads of each of them, one after the other
     int group_shift;
     u32 group_magic;
     int d_qk, d_v;  // multiples of 8, of an FP8 cache of 16
@@ -99,8 +104,9 @@ struct Params {
 struct SharedMemoryPlan {
     alignas(1024) unsigned char k[kStages][kKTiles * Keys::kBytes];
     unsigned char v[kStages][kVTiles * Keys::kBytes];
-    unsigned char rows[kMathGroups][kRowChunks * Rows::kBytes];  // Q, then O
-    unsigned char p[kMathGroups][kTokenTiles * Rows::kBytes];
+    unsigned char rows[kMathGroups]
+                      [kRowChunks * Rows::kBytes];  // Q, then O (with tokens shared, O as floats)
+    unsigned char p[kMathGroups][kOwnTiles * Rows::kBytes];
     float of_warps[kMathGroups][4][kOwnRows];  // maxima, and at the end sums
     u64 bar_k_full[kStages], bar_k_free[kStages];
     u64 bar_v_full[kStages], bar_v_free[kStages];

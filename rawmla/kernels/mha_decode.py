@@ -13,10 +13,12 @@ from .common import CHUNK, DTYPES, FLOAT_DTYPES, LOG2_E, ceil_div, divisor, fiel
 
 TILE_ROWS = (8, 16, 32, 64)
 """Query rows that a CTA attends at once."""
-_MOST_DIM_V_FP8 = 192
+_WIDE = 192
+"""Largest head dimension of V of which O leaves room for as many rows as there are."""
 _BARRIER_BYTES = 1024
 """Shared memory for barriers and what else is small."""
-_SHARE_BYTES = 20
+_MOST_SPARE = 0.05
+"""Share of the multiprocessors that may be without work, for the sake of locality."""
 _BLOCK_ROWS = 64
 """Tokens of a tile of a block of keys."""
 
@@ -105,13 +107,13 @@ _STRIDED = ("q", "k", "v", "k_new", "v_new", "out")
 PARAMS = ParamStruct(
     changing(
         POINTER(*[_NAMES.get(name, name) for name in MhaDecodeAddresses._fields]),
-        POINTER("states", "o_parts", "shares"),
+        POINTER("states", "o_parts"),
         I64("cache_length"),
     ),
     I64(*[f"{name}_stride_{axis}" for name in _STRIDED for axis in "bsh"]),
     I64("lse_stride_b", "lse_stride_h", "table_stride"),
     I64(*[f"{name}_descale_stride_{axis}" for name in "qkv" for axis in "bh"]),
-    I32("b", "heads_kv", "group", "group_shift"),
+    I32("b", "group", "team", "heads_of_cta", "group_shift"),
     U32("group_magic"),
     I32("d_qk", "d_v", "seqlen_q", "total_q", "seqlen_new", "total_new"),
     I32("num_blocks", "block_size", "table_rows", "table_columns", "block_shift"),
@@ -127,7 +129,8 @@ class Tile(NamedTuple):
     """The query rows of a CTA, and what it has in shared memory."""
 
     math_groups: int
-    group_rows: int
+    group_rows: int  # query rows of each
+    row_groups: int  # 1: all math groups have the same rows
     token_tiles: int
     stages: int
     smem_bytes: int
@@ -135,26 +138,44 @@ class Tile(NamedTuple):
     @property
     def rows(self) -> int:
         """Query rows."""
-        return self.math_groups * self.group_rows
+        return self.row_groups * self.group_rows
 
 
 @cache
 def tile_of(rows: int, d_qk: int, d_v: int, cache_fp8: bool = False) -> Tile:
     """The tile for the query rows of a KV head and head dimensions."""
     rows = next((size for size in TILE_ROWS if size >= rows), TILE_ROWS[-1])
-    if cache_fp8 and d_v > _MOST_DIM_V_FP8:  # registers have no room for O and fragments of K or V
-        rows = min(rows, TILE_ROWS[-2])
-    math_groups = 1 if rows == TILE_ROWS[0] else 2
+    # More have no room in registers, beside fragments of K and V and a wide O.
+    rows = min(rows, TILE_ROWS[-1] >> cache_fp8 + (d_v > _WIDE))
+    row_groups = 1 if rows == TILE_ROWS[0] or cache_fp8 else 2
+    math_groups = 2 if cache_fp8 else row_groups
+    group_rows = rows // row_groups
     k_chunks, v_chunks = ceil_div(d_qk, CHUNK), ceil_div(d_v, CHUNK)
-    token_tiles = 2 if max(k_chunks, v_chunks) <= 1 + cache_fp8 else 1  # blocks of about 16 KB of K
+    # Blocks of about 16 KB of K; of an FP8 cache, a tile for each math group.
+    token_tiles = 2 if max(k_chunks, v_chunks) <= 1 or cache_fp8 else 1
     row_bytes = 2 * CHUNK
-    own_bytes = rows * row_bytes * (max(k_chunks, v_chunks) + token_tiles) + _BARRIER_BYTES
-    own_bytes += 16 * rows  # maxima and sums
+    own_tiles = token_tiles * row_groups // math_groups
+    own_bytes = math_groups * group_rows * row_bytes * (max(k_chunks, v_chunks) + own_tiles) + _BARRIER_BYTES
+    own_bytes += 16 * math_groups * group_rows  # maxima and sums
     if cache_fp8:
         k_chunks, v_chunks = ceil_div(k_chunks, 2), ceil_div(v_chunks, 2)
     stage_bytes = _BLOCK_ROWS * token_tiles * row_bytes * (k_chunks + v_chunks)
     stages = (MAX_SMEM_BYTES - own_bytes) // stage_bytes
-    return Tile(math_groups, rows // math_groups, token_tiles, stages, own_bytes + stages * stage_bytes)
+    smem_bytes = own_bytes + stages * stage_bytes
+    return Tile(math_groups, group_rows, row_groups, token_tiles, stages, smem_bytes)
+
+
+@cache
+def teams_of(h_kv: int, sm_count: int) -> tuple[int, int]:
+    """How many CTAs there are, and how many of them attend KV heads side by side: as many as leave few
+    multiprocessors without a CTA.
+    """
+    team = next(
+        team
+        for team in range(min(h_kv, sm_count), 0, -1)
+        if h_kv % team == 0 and sm_count % team <= _MOST_SPARE * sm_count
+    )
+    return sm_count // team * team, team
 
 
 class Features(NamedTuple):
@@ -209,13 +230,15 @@ class PreparedMhaDecode:
             for spec in specs(call.dtype, rows, call.d_qk, call.d_v, features)
         ]
         pairs = call.b * call.h_kv * max_tiles
-        ctas = pairs if call.is_whole else jit.device_info(call.device).sm_count
+        ctas, team = pairs, 1
+        if not call.is_whole:
+            ctas, team = teams_of(call.h_kv, jit.device_info(call.device).sm_count)
         self.scratch_bytes = 0
         if not call.is_whole:
             parts = 2 * ctas * tile.rows
             self._states_bytes = 8 * parts
             self._parts_bytes = parts * 4 * CHUNK * ceil_div(call.d_v, CHUNK)
-            self.scratch_bytes = self._states_bytes + self._parts_bytes + _SHARE_BYTES * ctas
+            self.scratch_bytes = self._states_bytes + self._parts_bytes
         group_magic, group_shift = divisor(group)
         block_magic, block_shift = divisor(call.block_size)
         of_arrays = {name: getattr(call, f"{name}_strides") for name in _STRIDED}
@@ -242,8 +265,9 @@ class PreparedMhaDecode:
                 "rotary_interleaved",
             ),
             **fields(call, "rotates_by_token", "alibi_stride_b", "most_tokens", "is_whole", "empty_lse"),
-            heads_kv=call.h_kv,
             group=group,
+            team=team,
+            heads_of_cta=call.h_kv // team,
             group_shift=group_shift,
             group_magic=group_magic,
             seqlen_q=call.max_seqlen_q,
@@ -258,7 +282,7 @@ class PreparedMhaDecode:
         self._launch = kernel.prepare((ctas, 1, 1), params, PARAMS.changing, pdl=True).launch
         self._combine = None
         if not call.is_whole:
-            grid = (ctas, tile.math_groups, 1)
+            grid = (ctas, tile.row_groups, 1)
             self._combine = combine.prepare(grid, params, PARAMS.changing, pdl=True).launch
 
     def launch(self, stream: int, addresses: tuple[int, ...], scratch: int, cache_length: int) -> None:
@@ -269,9 +293,8 @@ class PreparedMhaDecode:
         has it.
         """
         if self._combine is None:
-            self._launch(stream, *addresses, 0, 0, 0, cache_length)
+            self._launch(stream, *addresses, 0, 0, cache_length)
             return
-        parts = scratch + self._states_bytes
-        members = (*addresses, scratch, parts, parts + self._parts_bytes, cache_length)
+        members = (*addresses, scratch, scratch + self._states_bytes, cache_length)
         is_current = self._launch(stream, *members)
         self._combine(stream, *members, context_is_current=is_current)

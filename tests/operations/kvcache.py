@@ -294,7 +294,6 @@ KVCACHE_FP8 = replace(
     bad={
         "scale 0": wrong_value("softmax_scale", 0.0),
         "k of another dtype": spoilt("k", lambda x: x.half(), TypeError),
-        "factors of 16-bit queries": (ValueError, "q_descale", lambda a: {"q_descale": a["k_descale"]}),
         "factors of query heads": spoilt("k_descale", lambda x: x.repeat(1, 4)),
     },
 )  # fmt: skip
