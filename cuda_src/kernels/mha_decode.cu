@@ -20,9 +20,10 @@
 //
 // Barrier       count                arrives, after what                       waits, before what   parity
 // bar_k_full[s] 128                  loader: its copies of K have landed       math: S^T            0
-// bar_k_free[s] 4 MATH_GROUPS        a lane of each warp of math: S^T done     loader: refill       1
+// bar_k_free[s] 4 MATH_GROUPS        a lane of each warp of math: S^T done,    loader: refill       1
+//                                    FP8: has fragments of its tokens
 // bar_v_full[s] 128                  loader: its copies of V have landed       math: O^T            0
-// bar_v_free[s] 4 MATH_GROUPS        a lane of each warp of math: O^T done     loader: refill       1
+// bar_v_free[s] 4 MATH_GROUPS        the same of V                             loader: refill       1
 // NB_MATH + wg  128 (named)          warpgroup wg: Q, P, maxima, sums or O     the same: use them   -
 //                                    are in shared memory
 // NB_VOTE + wg  128 (named)          whether a score outgrew its reference;    follow it; overwrite -
@@ -145,24 +146,153 @@ class Math {
             min_int(divide(last_row, params.group_magic, params.group_shift), request.q_len - 1) + shift;
         const int plain_begin = max_int(leftpad, last - params.window_left);
         const int plain_end = min_int(request.length, first + params.window_right + 1);
+#if CACHE_FP8
+        if constexpr (kAhead) load_k(0);
+#endif
 #pragma unroll 1
-        for (int i = 0; i < walk.blocks; ++i, ++number) {
+        for (int i = 0; i < walk.blocks; ++i) {
             const int first_key = (walk.first_block + i) * kBlockTokens + own_token;
             const bool is_plain = first_key >= plain_begin && first_key + kOwnTokens <= plain_end;
-            step(first_key, is_plain, leftpad, request.length, o);
+            Scores s;
+            multiply_k(s);
+            scale_and_mask(s, first_key, is_plain, leftpad, request.length);
+            follow_maxima(s, o);
+            store_probabilities(s);
+            multiply_v(o, i + 1 < walk.blocks);
         }
         finish(walk, o);
     }
 
-    __device__ __forceinline__ void step(int first_key, bool is_plain, int leftpad, int length, Output& o) {
-        const u32 stage = number % kStages, parity = number / kStages & 1;
-        Scores s;
-        mbarrier_wait_parity(smem_address(&smem.bar_k_full[stage]), parity);
-        multiply_k(s, smem_address(smem.k[stage]));
-        release(smem.bar_k_free[stage]);
+    __device__ __forceinline__ u32 stage() const { return number % kStages; }
+    __device__ __forceinline__ u32 parity() const { return number / kStages & 1; }
+    // Descriptor of 16 columns of Q, or of 16 tokens of P.
+    __device__ __forceinline__ static u64 rows_at(u32 rows, int step) {
+        return Rows::k_major(rows) + step / 4 * Rows::kStepTile + step % 4 * Rows::kStepK;
+    }
 
-        scale_and_mask(s, first_key, is_plain, leftpad, length);
-        follow_maxima(s, o);
+#if CACHE_FP8
+    // Fragments of 128 columns. A warp gives its part of a block free when it has the last ones. Where registers
+    // have room, the first ones for a product are made while the product before runs.
+    static constexpr bool kAhead = kOwnRows * kVChunks <= 32;
+    u32 k_fragments[2][4][4], v_fragments[2][kOwnTokens / 32][2][4];
+
+    // Of block `number`, which is waited for first.
+    __device__ __forceinline__ void load_k(int columns) {
+        if (columns == 0) mbarrier_wait_parity(smem_address(&smem.bar_k_full[stage()]), parity());
+        const u32 k = smem_address(smem.k[stage()]) + columns * Keys::kBytes;
+#pragma unroll
+        for (int half = 0; half < min_int(2, kKChunks - 2 * columns); ++half)
+            load_k_fragments(k_fragments[half], k, own_token + 16 * warp_idx, half);
+        if (columns == kKTiles - 1) release(smem.bar_k_free[stage()]);
+    }
+    __device__ __forceinline__ void load_v(int columns) {
+        if (columns == 0) mbarrier_wait_parity(smem_address(&smem.bar_v_full[stage()]), parity());
+        const u32 v = smem_address(smem.v[stage()]) + columns * Keys::kBytes;
+#pragma unroll
+        for (int chunk = 0; chunk < min_int(2, kVChunks - 2 * columns); ++chunk)
+#pragma unroll
+            for (int i = 0; i < kOwnTokens / 32; ++i)
+                load_v_fragments(v_fragments[chunk][i], v, own_token + 32 * i, 4 * chunk + warp_idx);
+        if (columns == kVTiles - 1) release(smem.bar_v_free[stage()]);
+    }
+
+    // S^T = K Q^T of the block.
+    __device__ __forceinline__ void multiply_k(Scores& s) {
+        static_assert(kOwnTiles == 1, "tokens of a block");
+#pragma unroll
+        for (int columns = 0; columns < kKTiles; ++columns) {
+            if (columns > 0 || !kAhead) load_k(columns);
+            wgmma_pin(s[0]);
+            wgmma_fence();
+#pragma unroll
+            for (int step = 0; step < min_int(8, 4 * kKChunks - 8 * columns); ++step)
+                wgmma_rs<kMath>(s[0], k_fragments[step / 4][step % 4],
+                                rows_at(rows_address(), 8 * columns + step), columns + step > 0);
+            wgmma_commit_group();
+            if (kAhead && columns == kKTiles - 1) load_v(0);
+            wgmma_wait_group<0>();
+            wgmma_pin(s[0]);
+        }
+    }
+
+    // O^T += V^T P^T of the block, after which `number` is the next one's.
+    __device__ __forceinline__ void multiply_v(Output& o, bool has_next) {
+        if constexpr (!kAhead) load_v(0);
+        fence_proxy_async();  // P
+        named_barrier_sync(NB_MATH + wg, 128);
+#pragma unroll
+        for (int columns = 0; columns < kVTiles; ++columns) {
+            const int chunks = min_int(2, kVChunks - 2 * columns);
+            if (columns > 0) load_v(columns);
+#pragma unroll
+            for (int chunk = 0; chunk < chunks; ++chunk) wgmma_pin(o[2 * columns + chunk]);
+            wgmma_fence();
+#pragma unroll
+            for (int step = 0; step < kOwnTokens / 16; ++step)
+#pragma unroll
+                for (int chunk = 0; chunk < chunks; ++chunk)
+                    wgmma_rs<kMath>(o[2 * columns + chunk], v_fragments[chunk][step / 2][step % 2],
+                                    rows_at(smem_address(smem.p[wg]), step), true);
+            wgmma_commit_group();
+            if (columns == kVTiles - 1) {
+                ++number;
+                if (kAhead && has_next) load_k(0);
+            }
+            wgmma_wait_group<0>();
+#pragma unroll
+            for (int chunk = 0; chunk < chunks; ++chunk) wgmma_pin(o[2 * columns + chunk]);
+        }
+    }
+#else
+    // S^T = K Q^T of a block.
+    __device__ __forceinline__ void multiply_k(Scores& s) const {
+        mbarrier_wait_parity(smem_address(&smem.bar_k_full[stage()]), parity());
+        fence_proxy_async();  // the rows were written by cp.async
+        const u64 desc_k = Keys::k_major(smem_address(smem.k[stage()]));
+#pragma unroll
+        for (int tile = 0; tile < kTokenTiles; ++tile) wgmma_pin(s[tile]);
+        wgmma_fence();
+#pragma unroll
+        for (int tile = 0; tile < kTokenTiles; ++tile)
+#pragma unroll
+            for (int step = 0; step < D_QK / 16; ++step)
+                wgmma_ss<kMath>(s[tile],
+                                desc_k + tile * (64 * Keys::kRowBytes >> 4) + step / 4 * Keys::kStepTile +
+                                    step % 4 * Keys::kStepK,
+                                rows_at(rows_address(), step), step > 0);
+        wgmma_commit_group();
+        wgmma_wait_group<0>();
+#pragma unroll
+        for (int tile = 0; tile < kTokenTiles; ++tile) wgmma_pin(s[tile]);
+        release(smem.bar_k_free[stage()]);
+    }
+
+    // O^T += V^T P^T of the block.
+    __device__ __forceinline__ void multiply_v(Output& o, bool) {
+        mbarrier_wait_parity(smem_address(&smem.bar_v_full[stage()]), parity());
+        fence_proxy_async();  // P, and V, whose rows were written by cp.async
+        named_barrier_sync(NB_MATH + wg, 128);
+        const u64 desc_v = Keys::mn_major(smem_address(smem.v[stage()]));
+#pragma unroll
+        for (int chunk = 0; chunk < kVChunks; ++chunk) wgmma_pin(o[chunk]);
+        wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < kBlockTokens / 16; ++step)
+#pragma unroll
+            for (int chunk = 0; chunk < kVChunks; ++chunk)
+                wgmma_ss<kMath, Major::kMn>(o[chunk], desc_v + chunk * Keys::kStepTile + step * Keys::kStepMn,
+                                            rows_at(smem_address(smem.p[wg]), step), true);
+        wgmma_commit_group();
+        wgmma_wait_group<0>();
+#pragma unroll
+        for (int chunk = 0; chunk < kVChunks; ++chunk) wgmma_pin(o[chunk]);
+        release(smem.bar_v_free[stage()]);
+        ++number;
+    }
+#endif
+
+    // P from scores, in shared memory, and the thread's share of the sums.
+    __device__ __forceinline__ void store_probabilities(Scores& s) {
 #pragma unroll
         for (int tile = 0; tile < kOwnTiles; ++tile) {
 #pragma unroll
@@ -175,109 +305,6 @@ class Math {
             }
             store_transposed<kMath>(smem_address(smem.p[wg]) + tile * Rows::kBytes, s[tile], warp_idx);
         }
-        mbarrier_wait_parity(smem_address(&smem.bar_v_full[stage]), parity);
-        fence_proxy_async();  // P, and V, whose rows were written by cp.async
-        multiply_v(o, smem_address(smem.v[stage]));
-        release(smem.bar_v_free[stage]);
-    }
-
-    // S^T = K Q^T of a block.
-    __device__ __forceinline__ void multiply_k(Scores& s, u32 k) const {
-        const u64 desc_q = Rows::k_major(rows_address());
-        const auto q_at = [&](int step) {
-            return desc_q + step / 4 * Rows::kStepTile + step % 4 * Rows::kStepK;
-        };
-#if CACHE_FP8
-#pragma unroll
-        for (int tile = 0; tile < kOwnTiles; ++tile) {
-#pragma unroll
-            for (int columns = 0; columns < kKTiles; ++columns) {  // 128, whose fragments there is room for
-                u32 a[2][4][4];
-#pragma unroll
-                for (int half = 0; half < min_int(2, kKChunks - 2 * columns); ++half)
-                    load_k_fragments(a[half], k + columns * Keys::kBytes,
-                                     own_token + 64 * tile + 16 * warp_idx, half);
-                wgmma_pin(s[tile]);
-                wgmma_fence();
-#pragma unroll
-                for (int step = 0; step < min_int(8, 4 * kKChunks - 8 * columns); ++step)
-                    wgmma_rs<kMath>(s[tile], a[step / 4][step % 4], q_at(8 * columns + step),
-                                    columns + step > 0);
-                wgmma_commit_group();
-                wgmma_wait_group<0>();
-                wgmma_pin(s[tile]);
-            }
-        }
-#else
-        fence_proxy_async();  // the rows were written by cp.async
-        const u64 desc_k = Keys::k_major(k);
-#pragma unroll
-        for (int tile = 0; tile < kTokenTiles; ++tile) wgmma_pin(s[tile]);
-        wgmma_fence();
-#pragma unroll
-        for (int tile = 0; tile < kTokenTiles; ++tile)
-#pragma unroll
-            for (int step = 0; step < D_QK / 16; ++step)
-                wgmma_ss<kMath>(s[tile],
-                                desc_k + tile * (64 * Keys::kRowBytes >> 4) + step / 4 * Keys::kStepTile +
-                                    step % 4 * Keys::kStepK,
-                                q_at(step), step > 0);
-        wgmma_commit_group();
-        wgmma_wait_group<0>();
-#pragma unroll
-        for (int tile = 0; tile < kTokenTiles; ++tile) wgmma_pin(s[tile]);
-#endif
-    }
-
-    // O^T += V^T P^T of a block, when P is there.
-    __device__ __forceinline__ void multiply_v(Output& o, u32 v) const {
-        const u64 desc_p = Rows::k_major(smem_address(smem.p[wg]));
-        const auto p_at = [&](int step) {
-            return desc_p + step / 4 * Rows::kStepTile + step % 4 * Rows::kStepK;
-        };
-#if CACHE_FP8
-#pragma unroll
-        for (int columns = 0; columns < ceil_div(kVChunks, 2); ++columns) {  // 128, as of K
-            constexpr int kLoads = kOwnTokens / 32;
-            const int chunks = min_int(2, kVChunks - 2 * columns);
-            u32 a[2][kLoads][2][4];
-#pragma unroll
-            for (int chunk = 0; chunk < chunks; ++chunk)
-#pragma unroll
-                for (int i = 0; i < kLoads; ++i)
-                    load_v_fragments(a[chunk][i], v + columns * Keys::kBytes, own_token + 32 * i,
-                                     4 * chunk + warp_idx);
-            if (columns == 0) named_barrier_sync(NB_MATH + wg, 128);
-#pragma unroll
-            for (int chunk = 0; chunk < chunks; ++chunk) wgmma_pin(o[2 * columns + chunk]);
-            wgmma_fence();
-#pragma unroll
-            for (int step = 0; step < kOwnTokens / 16; ++step)
-#pragma unroll
-                for (int chunk = 0; chunk < chunks; ++chunk)
-                    wgmma_rs<kMath>(o[2 * columns + chunk], a[chunk][step / 2][step % 2], p_at(step), true);
-            wgmma_commit_group();
-            wgmma_wait_group<0>();
-#pragma unroll
-            for (int chunk = 0; chunk < chunks; ++chunk) wgmma_pin(o[2 * columns + chunk]);
-        }
-#else
-        named_barrier_sync(NB_MATH + wg, 128);
-        const u64 desc_v = Keys::mn_major(v);
-#pragma unroll
-        for (int chunk = 0; chunk < kVChunks; ++chunk) wgmma_pin(o[chunk]);
-        wgmma_fence();
-#pragma unroll
-        for (int step = 0; step < kBlockTokens / 16; ++step)
-#pragma unroll
-            for (int chunk = 0; chunk < kVChunks; ++chunk)
-                wgmma_ss<kMath, Major::kMn>(o[chunk], desc_v + chunk * Keys::kStepTile + step * Keys::kStepMn,
-                                            p_at(step), true);
-        wgmma_commit_group();
-        wgmma_wait_group<0>();
-#pragma unroll
-        for (int chunk = 0; chunk < kVChunks; ++chunk) wgmma_pin(o[chunk]);
-#endif
     }
 
     __device__ __forceinline__ static void release(u64& bar) {
@@ -434,6 +461,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) mha_decode(const __gri
         }
         mbarrier_init_fence();
     }
+    prefetch_lengths(params);
     griddepcontrol_wait();
     griddepcontrol_launch_dependents();
     if (wg == 0 && warp_idx == 0) {

@@ -9,6 +9,7 @@
 #include "common/division.cuh"
 #include "mha/decode_params.cuh"
 #include "mha/segments.cuh"
+#include "ptx/memory.cuh"
 #include "ptx/sync.cuh"
 
 // The tokens of a request.
@@ -125,6 +126,16 @@ class Line {
         return lane;
     }
 };
+
+// Brings lengths and the block table to L2, where the keys of an earlier call have taken their place.
+__device__ __forceinline__ void prefetch_lengths(const Params& params) {
+    constexpr int kLine = 32;  // integers
+    const i64 first = (blockIdx.x * static_cast<i64>(blockDim.x) + threadIdx.x) * kLine;
+    if (params.block_table != nullptr &&
+        first < (params.table_rows - 1) * params.table_stride + params.table_columns)
+        prefetch_l2(params.block_table + first);
+    if (params.cache_seqlens != nullptr && first < params.b) prefetch_l2(params.cache_seqlens + first);
+}
 
 // The share of this CTA.
 __device__ __forceinline__ Share share_of_cta(const Params& params) {

@@ -39,18 +39,22 @@ class BlockLoader {
                 const u32 stage = number % kStages, parity = ~(number / kStages) & 1;
                 const bool appends =
                     walk.request.new_len > 0 && (block + 1) * kBlockTokens > walk.request.cached;
-                mbarrier_wait_parity(smem_address(&smem.bar_k_free[stage]), parity);
-                load<kKTiles>(walk, block, place, Side::kK, k, smem_address(smem.k[stage]), appends);
                 const u32 k_full = smem_address(&smem.bar_k_full[stage]);
                 const u32 v_full = smem_address(&smem.bar_v_full[stage]);
-                if (!appends) cp_async_mbarrier_arrive(k_full);
-                mbarrier_wait_parity(smem_address(&smem.bar_v_free[stage]), parity);
-                load<kVTiles>(walk, block, place, Side::kV, v, smem_address(smem.v[stage]), appends);
+                const u32 k_at = smem_address(smem.k[stage]) + k_offset_of_thread;
+                const u32 v_at = smem_address(smem.v[stage]) + v_offset_of_thread;
+                mbarrier_wait_parity(smem_address(&smem.bar_k_free[stage]), parity);
                 if (!appends) {
+                    load<kKTiles>(place, k, params.d_qk, k_at);
+                    cp_async_mbarrier_arrive(k_full);
+                    mbarrier_wait_parity(smem_address(&smem.bar_v_free[stage]), parity);
+                    load<kVTiles>(place, v, params.d_v, v_at);
                     cp_async_mbarrier_arrive(v_full);
-                } else {  // an arrival that releases what the thread itself stored
+                } else {
+                    mbarrier_wait_parity(smem_address(&smem.bar_v_free[stage]), parity);
+                    load_and_append(walk, block, place, k, v, k_at, v_at);
                     cp_async_wait_all();
-                    mbarrier_arrive(k_full);
+                    mbarrier_arrive(k_full);  // which releases what the thread itself stored
                     mbarrier_arrive(v_full);
                 }
             }
@@ -59,7 +63,6 @@ class BlockLoader {
 
   private:
     static constexpr int kRows = kBlockTokens / 16;  // of a thread
-    enum class Side { kK, kV };
     // A token's place in the cache.
     struct Place {
         int block;  // -1: not there, or not to be read
@@ -119,77 +122,89 @@ class BlockLoader {
     __device__ __forceinline__ bool exists(const Place& place) const {
         return static_cast<u32>(place.block) < static_cast<u32>(params.num_blocks);
     }
+    // The thread's units of all rows; zeros past column d.
     template <int kTiles>
-    __device__ __forceinline__ void load(const Walk& walk, int block, Place (&place)[kRows], Side side,
-                                         const Source& source, u32 dst, bool appends) const {
-        dst += side == Side::kK ? k_offset_of_thread : v_offset_of_thread;
-        if (!appends) {
+    __device__ __forceinline__ void load(const Place (&place)[kRows], const Source& source, int d,
+                                         u32 at) const {
 #pragma unroll
-            for (int row = 0; row < kRows; ++row)
-                copy<kTiles>(place[row], side, source, dst + row * 16 * Keys::kRowBytes);
-            return;
-        }
+        for (int row = 0; row < kRows; ++row)
+            copy<kTiles>(place[row], source, d, at + row * 16 * Keys::kRowBytes);
+    }
+    template <int kTiles>
+    __device__ __forceinline__ void copy(const Place& place, const Source& source, int d, u32 at) const {
+        const bool reads = exists(place);
+        const uint4* src = source.row({reads ? place.block : 0, place.token});
+#pragma unroll
+        for (int tile = 0; tile < kTiles; ++tile)
+            cp_async_16_or_zeros(at + tile * Keys::kBytes, src + 8 * tile,
+                                 reads && kUnit * (8 * tile + unit) < d);
+    }
+    // The same of K and V of a block that has new tokens.
+    __device__ __forceinline__ void load_and_append(const Walk& walk, int block, Place (&place)[kRows],
+                                                    const Source& k, const Source& v, u32 k_at,
+                                                    u32 v_at) const {
         // Not unrolled: the code of other blocks would lie far apart. Places take turns in the first one.
 #pragma unroll 1
         for (int row = 0; row < kRows; ++row) {
             const int key = key_of(block, row);
             if (key >= max_int(walk.request.cached, 0)) {
-                append<kTiles>(walk, key, place[0], side, source, dst);
+                append(walk, key, place[0], k, v, k_at, v_at);
             } else {
-                copy<kTiles>(place[0], side, source, dst);
+                copy<kKTiles>(place[0], k, params.d_qk, k_at);
+                copy<kVTiles>(place[0], v, params.d_v, v_at);
             }
-            dst += 16 * Keys::kRowBytes;
+            k_at += 16 * Keys::kRowBytes;
+            v_at += 16 * Keys::kRowBytes;
             const Place first = place[0];
 #pragma unroll
             for (int i = 1; i < kRows; ++i) place[i - 1] = place[i];
             place[kRows - 1] = first;
         }
     }
-    __device__ __forceinline__ int columns(Side side) const {
-        return side == Side::kK ? params.d_qk : params.d_v;
-    }
-    template <int kTiles>
-    __device__ __forceinline__ void copy(const Place& place, Side side, const Source& source, u32 at) const {
-        const bool reads = exists(place);
-        const uint4* src = source.row({reads ? place.block : 0, place.token});
-#pragma unroll
-        for (int tile = 0; tile < kTiles; ++tile)
-            cp_async_16_or_zeros(at + tile * Keys::kBytes, src + 8 * tile,
-                                 reads && kUnit * (8 * tile + unit) < columns(side));
-    }
-    // A new token's row: to shared memory, and to the cache by the CTA that has the first tile.
-    template <int kTiles>
-    __device__ __forceinline__ void append(const Walk& walk, int key, const Place& place, Side side,
-                                           const Source& source, u32 at) const {
+    // A new token, or zeros past the last one: to shared memory, and to the cache by the CTA that has the first
+    // tile. Loads of K and V are on their way together.
+    __device__ __forceinline__ void append(const Walk& walk, int key, const Place& place, const Source& k,
+                                           const Source& v, u32 k_at, u32 v_at) const {
         const Request& request = walk.request;
         const int token = key - request.cached;
         const bool is_new = key < request.length && token < request.new_len;
-        const i64 row = request.new_begin + token;
-        const bool segments = params.cu_seqlens_new != nullptr;
-        const CacheElement* src = nullptr;
-        if (is_new && side == Side::kK)
-            src = params.k_new + (segments ? 0 : walk.index * params.k_new_stride_b) +
-                  row * params.k_new_stride_s + walk.head * params.k_new_stride_h;
-        if (is_new && side == Side::kV)
-            src = params.v_new + (segments ? 0 : walk.index * params.v_new_stride_b) +
-                  row * params.v_new_stride_s + walk.head * params.v_new_stride_h;
-        uint4* kept = is_new && exists(place) && walk.tile == 0 ? source.row(place) : nullptr;
+        const i64 batch = params.cu_seqlens_new == nullptr ? walk.index : 0, row = request.new_begin + token;
+        const CacheElement* k_src = params.k_new + batch * params.k_new_stride_b +
+                                    row * params.k_new_stride_s + walk.head * params.k_new_stride_h;
+        const CacheElement* v_src = params.v_new + batch * params.v_new_stride_b +
+                                    row * params.v_new_stride_s + walk.head * params.v_new_stride_h;
+        const auto has = [&](int tile, int d) { return is_new && kUnit * (8 * tile + unit) < d; };
+        uint4 k_units[kKTiles], v_units[kVTiles];
+#pragma unroll
+        for (int tile = 0; tile < kVTiles; ++tile) {
+            v_units[tile] = make_uint4(0, 0, 0, 0);
+            if (has(tile, params.d_v)) v_units[tile] = reinterpret_cast<const uint4*>(v_src)[8 * tile + unit];
+        }
 #if !CACHE_FP8
         const int position =
             token + (params.rotary_seqlens == nullptr ? request.cached : params.rotary_seqlens[walk.index]);
 #endif
 #pragma unroll
-        for (int tile = 0; tile < kTiles; ++tile) {
-            const int i = 8 * tile + unit;
-            uint4 value = make_uint4(0, 0, 0, 0);
-            if (is_new && kUnit * i < columns(side)) {
-                value = reinterpret_cast<const uint4*>(src)[i];
-#if !CACHE_FP8
-                if (side == Side::kK) value = load_rotated(params, src, i, position);
+        for (int tile = 0; tile < kKTiles; ++tile) {
+            k_units[tile] = make_uint4(0, 0, 0, 0);
+            if (!has(tile, params.d_qk)) continue;
+#if CACHE_FP8
+            k_units[tile] = reinterpret_cast<const uint4*>(k_src)[8 * tile + unit];
+#else
+            k_units[tile] = load_rotated(params, k_src, 8 * tile + unit, position);
 #endif
-                if (kept != nullptr) kept[8 * tile] = value;
-            }
-            store_shared_16(at + tile * Keys::kBytes, value);
+        }
+        const bool is_kept = exists(place) && walk.tile == 0;
+        const Place kept = {is_kept ? place.block : 0, place.token};
+#pragma unroll
+        for (int tile = 0; tile < kKTiles; ++tile) {
+            if (is_kept && has(tile, params.d_qk)) k.row(kept)[8 * tile] = k_units[tile];
+            store_shared_16(k_at + tile * Keys::kBytes, k_units[tile]);
+        }
+#pragma unroll
+        for (int tile = 0; tile < kVTiles; ++tile) {
+            if (is_kept && has(tile, params.d_v)) v.row(kept)[8 * tile] = v_units[tile];
+            store_shared_16(v_at + tile * Keys::kBytes, v_units[tile]);
         }
     }
 };

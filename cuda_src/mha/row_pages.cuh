@@ -1,6 +1,6 @@
 // Keys in a cache whose tokens are rows, [block, token, head, column] (FlashAttention's layout), copied by
-// TMA in boxes of PAGE_ROWS tokens, which a block of the cache has whole: with a block table 16, else all
-// keys of a tile's block. In shared memory they lie as keys of arrays do.
+// TMA in boxes of PAGE_ROWS tokens, which a block of the cache has whole: 16, or all keys of a tile's block.
+// In shared memory they lie as keys of arrays do.
 //
 // Boxes past a request's last key are asked for past the last block of the cache: TMA gives zeros, and
 // neither they nor their entries of the block table are read.
@@ -48,15 +48,21 @@ struct RowPages : ArrayKeys {
       private:
         template <int kChunks>
         __device__ __forceinline__ void load(const TensorMap* map, u32 dst, u32 full) const {
-            const int box = lane_index();
-            if (box == 0) mbarrier_arrive_expect_tx(full, kChunks * KeyRows::kBytes);
-            __syncwarp();
-            if (box >= kBoxes) return;
-            dst += box * PAGE_ROWS * KeyRows::kRowBytes;
-#pragma unroll 1
-            for (int chunk = 0; chunk < kChunks; ++chunk)
-                tma_load_4d<kL2EvictNormal>(dst + chunk * KeyRows::kBytes, map, full, 64 * chunk, token, head,
-                                            block);
+            const bool elected = elect_one_sync();
+            if (elected) mbarrier_arrive_expect_tx(full, kChunks * KeyRows::kBytes);
+            // Each lane in turn would take longer: TMA has coordinates from registers of the whole warp.
+#pragma unroll 2
+            for (int box = 0; box < kBoxes; ++box) {
+                const int first = __shfl_sync(0xffffffff, token, box);
+                const int of_cache = __shfl_sync(0xffffffff, block, box);
+                if (elected) {
+#pragma unroll
+                    for (int chunk = 0; chunk < kChunks; ++chunk)
+                        tma_load_4d<kL2EvictNormal>(dst + chunk * KeyRows::kBytes, map, full, 64 * chunk,
+                                                    first, head, of_cache);
+                }
+                dst += PAGE_ROWS * KeyRows::kRowBytes;
+            }
         }
     };
 };

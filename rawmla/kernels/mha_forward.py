@@ -66,6 +66,10 @@ class RowCache(NamedTuple):
     skip_tokens: int  # the most query tokens of a request that has no results
     is_whole: bool  # keys are not split
 
+    def in_pieces(self, tile_keys: int) -> bool:
+        """Whether a block may have only a part of the keys of a tile."""
+        return self.paged and self.block_size % tile_keys > 0
+
 
 class MhaForwardCall(NamedTuple):
     """The facts of a call that stay the same on other arrays: sizes, and strides in elements.
@@ -291,7 +295,7 @@ def _maps(
 
     def of_keys(address: int, d: int, strides: tuple[int, int, int]) -> bytes:
         if call.rows is not None:
-            box, tokens = box_rows(Tile(0, tile_keys), call.rows.paged), call.rows.block_size
+            box, tokens = box_rows(tile_keys, call.rows.in_pieces(tile_keys)), call.rows.block_size
             return head_map(address, call.dtype, d, box, call.h_kv, tokens, call.rows.num_blocks, strides)
         if cache is not None and cache.own_in_cache:
             return NO_MAP
@@ -331,7 +335,7 @@ def _load(call: MhaForwardCall, capturing: Callable[[], bool]) -> tuple[jit.Kern
         if call.rows is None:
             chosen = spec(*options, window, *changes_scores, pages)
         else:
-            chosen = rows_spec(*options, window, *changes_scores, call.rows.paged)
+            chosen = rows_spec(*options, window, *changes_scores, call.rows.in_pieces(tile.keys))
     return jit.get_kernel(chosen, call.device, capturing=capturing), tile
 
 

@@ -110,18 +110,18 @@ def spec(
 
 
 def rows_spec(
-    dtype: str, d_qk: int, d_v: int, window: bool, softcap: bool, alibi: bool, paged: bool
+    dtype: str, d_qk: int, d_v: int, window: bool, softcap: bool, alibi: bool, in_pieces: bool
 ) -> jit.KernelSpec:
-    """The variant for a cache of rows; ``paged``: there is a block table."""
+    """The variant for a cache of rows; ``in_pieces``: its blocks do not have the keys of a tile whole."""
     d_qk, d_v = padded(d_qk), padded(d_v)
     tile = tile_of(d_qk, d_v, softcap or alibi)
     features = {"WINDOW": window, "SOFTCAP": softcap, "ALIBI": alibi}
-    return _variant(dtype, d_qk, d_v, tile, features, page_rows=box_rows(tile, paged))
+    return _variant(dtype, d_qk, d_v, tile, features, page_rows=box_rows(tile.keys, in_pieces))
 
 
-def box_rows(tile: Tile, paged: bool) -> int:
+def box_rows(tile_keys: int, in_pieces: bool) -> int:
     """The tokens of a cache of rows that are copied together."""
-    return PAGE_ROWS if paged else tile.keys
+    return PAGE_ROWS if in_pieces else tile_keys
 
 
 def flex_spec(
@@ -194,10 +194,10 @@ def rows_specs(dtype: str, head_dims: Iterable[tuple[int, int]]) -> list[jit.Ker
     """The variants for caches of rows in the same way."""
     flags = (False, True)
     found = [
-        rows_spec(dtype, *dims, window, False, False, paged)
+        rows_spec(dtype, *dims, window, False, False, in_pieces)
         for dims in head_dims
         for window in flags
-        for paged in flags
+        for in_pieces in flags
     ]
     return [*found, *[mha_combine.spec(dtype, padded(d_v)) for _, d_v in head_dims]]
 
