@@ -48,6 +48,7 @@ struct RowPages : ArrayKeys {
       private:
         template <int kChunks>
         __device__ __forceinline__ void load(const TensorMap* map, u32 dst, u32 full) const {
+#if CONSUMERS < 3
             const bool elected = elect_one_sync();
             if (elected) mbarrier_arrive_expect_tx(full, kChunks * KeyRows::kBytes);
             // Each lane in turn would take longer: TMA has coordinates from registers of the whole warp.
@@ -63,6 +64,17 @@ struct RowPages : ArrayKeys {
                 }
                 dst += PAGE_ROWS * KeyRows::kRowBytes;
             }
+#else
+            const int box = lane_index();
+            if (box == 0) mbarrier_arrive_expect_tx(full, kChunks * KeyRows::kBytes);
+            __syncwarp();
+            if (box >= kBoxes) return;
+            dst += box * PAGE_ROWS * KeyRows::kRowBytes;
+#pragma unroll 1
+            for (int chunk = 0; chunk < kChunks; ++chunk)
+                tma_load_4d<kL2EvictNormal>(dst + chunk * KeyRows::kBytes, map, full, 64 * chunk, token, head,
+                                            block);
+#endif
         }
     };
 };
