@@ -387,7 +387,7 @@ class Math {
             if (wg > 0) return;
         }
         if (walk.begins && walk.ends) {
-            store_results(params, walk, row_group, rows_address(), o, 0, m, sum, warp_idx, NB_MATH + wg);
+            store_results(params, walk, row_group, rows_address(), o, m, sum, warp_idx, NB_MATH + wg);
         } else {
             const int part = 2 * blockIdx.x + walk.begins;
             float* dst = part_of(params, part, row_group) + threadIdx.x % 128;

@@ -1,8 +1,8 @@
 // Adds up the parts of pairs that CTAs of mha_decode.cu shared (mha/decode_output.cuh), in their order.
 //
-// Grid: x = the CTAs of mha_decode, y = its groups of query rows, z = 64 columns of V. A CTA takes the pair that ends in this share
+// Grid: x = the CTAs of mha_decode, y = its groups of query rows. A CTA takes the pair that ends in this share
 // and begins in an earlier one, if there is one; its threads have the rows and columns that they had there.
-// It finds the pair while mha_decode still runs: lengths are older than that.
+// It finds the pair while mha_decode still runs, if registers have room for both: lengths are older than that.
 #include "common/math.cuh"
 #include "common/types.cuh"
 #include "mha/decode_line.cuh"
@@ -14,14 +14,15 @@
 constexpr int kThreads = 128;
 static_assert(kThreads == THREADS, "THREADS is what the launch gives");
 // Parts whose loads are on their way together: a pair may be cut into as many as there are multiprocessors.
-constexpr int kPartsAtOnce = 64 / kAccumulators;
+constexpr int kColumns = kVChunks * kAccumulators;
+constexpr int kPartsAtOnce = max_int(96 / (kColumns + 2 * kThreadRows), 1);  // registers, states included
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1)
+extern "C" __global__ void __launch_bounds__(kThreads, kOwnRows == 8 ? 4 : 2)
     mha_decode_combine(const __grid_constant__ Params params) {
     extern __shared__ __align__(1024) unsigned char rows[];
-    static_assert(Rows::kBytes <= SMEM_BYTES, "SMEM_BYTES is what the launch asks for");
+    static_assert(kVChunks * Rows::kBytes <= SMEM_BYTES, "SMEM_BYTES is what the launch asks for");
     __shared__ Share share;
-    const int wg = blockIdx.y, chunk = blockIdx.z, warp_idx = threadIdx.x / 32;
+    const int wg = blockIdx.y, warp_idx = threadIdx.x / 32;
     if (warp_idx == 0) {
         const Share found = share_of_cta(params);
         if (lane_index() == 0) share = found;
@@ -39,27 +40,29 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     };
 
     float m[kThreadRows], sum[kThreadRows];
-    float o[1][kAccumulators];
+    Output o;
     int query[kThreadRows];
 #pragma unroll
     for (int i = 0; i < kThreadRows; ++i) m[i] = -kInfinity, sum[i] = 0.0f, query[i] = query_of(i);
 #pragma unroll
-    for (int j = 0; j < kAccumulators; ++j) o[0][j] = 0.0f;
+    for (int chunk = 0; chunk < kVChunks; ++chunk)
+#pragma unroll
+        for (int j = 0; j < kAccumulators; ++j) o[chunk][j] = 0.0f;
 #pragma unroll 1
     for (int batch = first; batch <= last; batch += kPartsAtOnce) {
         float2 state[kPartsAtOnce][kThreadRows];
-        float x[kPartsAtOnce][kAccumulators];
+        float x[kPartsAtOnce][kColumns];
 #pragma unroll
         for (int n = 0; n < kPartsAtOnce; ++n) {
             const bool is_there = batch + n <= last;
             const int part = part_from(batch + n);
             const float2* states = states_of(params, part, wg);
-            const float* numbers = part_of(params, part, wg) + chunk * kAccumulators * 128 + threadIdx.x;
+            const float* numbers = part_of(params, part, wg) + threadIdx.x;
 #pragma unroll
             for (int i = 0; i < kThreadRows; ++i)
                 state[n][i] = is_there ? states[query[i]] : make_float2(-kInfinity, 0.0f);
 #pragma unroll
-            for (int j = 0; j < kAccumulators; ++j) x[n][j] = is_there ? numbers[j * 128] : 0.0f;
+            for (int j = 0; j < kColumns; ++j) x[n][j] = is_there ? numbers[j * 128] : 0.0f;
         }
 #pragma unroll
         for (int i = 0; i < kThreadRows; ++i) {
@@ -75,13 +78,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
                 sum[i] += weight[n] * state[n][i].y;
             }
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const int j = accumulator_of(i) + 2 * half;
-                o[0][j] *= shrink;
+            for (int chunk = 0; chunk < kVChunks; ++chunk)
 #pragma unroll
-                for (int n = 0; n < kPartsAtOnce; ++n) o[0][j] += weight[n] * x[n][j];
-            }
+                for (int half = 0; half < 2; ++half) {
+                    const int j = accumulator_of(i) + 2 * half;
+                    o[chunk][j] *= shrink;
+#pragma unroll
+                    for (int n = 0; n < kPartsAtOnce; ++n)
+                        o[chunk][j] += weight[n] * x[n][chunk * kAccumulators + j];
+                }
         }
     }
-    store_results(params, walk, wg, smem_address(rows), o, chunk, m, sum, warp_idx, 1);
+    store_results(params, walk, wg, smem_address(rows), o, m, sum, warp_idx, 1);
 }

@@ -59,13 +59,11 @@ __device__ __forceinline__ void store_columns(u32 tile, const float (&o)[kAccumu
     }
 }
 
-// Divides chunks of O, from `first_chunk` on, by the sums and stores them, the first one with lse. `m` and `sum`
-// are the thread's; `rows`: shared memory of the warpgroup, which `barrier` is of.
-template <int kChunks>
+// Divides O by the sums and stores it with lse. `m` and `sum` are the thread's; `rows`: shared memory of the
+// warpgroup, which `barrier` is of.
 __device__ __forceinline__ void store_results(const Params& params, const Walk& walk, int wg, u32 rows,
-                                              float (&o)[kChunks][kAccumulators], int first_chunk,
-                                              const float (&m)[kThreadRows], const float (&sum)[kThreadRows],
-                                              int warp_idx, int barrier) {
+                                              Output& o, const float (&m)[kThreadRows],
+                                              const float (&sum)[kThreadRows], int warp_idx, int barrier) {
     const int first_row = walk.first_row(wg);
     const bool segments = params.cu_seqlens_q != nullptr;
 #pragma unroll
@@ -79,19 +77,19 @@ __device__ __forceinline__ void store_results(const Params& params, const Walk& 
                     descale(params.v_descale, params.v_descale_stride_b, params.v_descale_stride_h, walk);
             lse = (m[i] + log2_approx(sum[i])) * kLn2;
         }
-        if (row.exists && first_chunk == 0 && warp_idx == 0 && lane_index() < 4) {
+        if (row.exists && warp_idx == 0 && lane_index() < 4) {
             const i64 request = segments ? 0 : walk.index * params.lse_stride_b;
             params.lse[request + row.head * params.lse_stride_h + walk.request.q_begin + row.token] = lse;
         }
         const int j = accumulator_of(i);
 #pragma unroll
-        for (int chunk = 0; chunk < kChunks; ++chunk) {
+        for (int chunk = 0; chunk < kVChunks; ++chunk) {
             o[chunk][j] = factor == 0.0f ? 0.0f : o[chunk][j] * factor;
             o[chunk][j + 2] = factor == 0.0f ? 0.0f : o[chunk][j + 2] * factor;
         }
     }
 #pragma unroll
-    for (int chunk = 0; chunk < kChunks; ++chunk)
+    for (int chunk = 0; chunk < kVChunks; ++chunk)
         store_columns(rows + chunk * Rows::kBytes, o[chunk], warp_idx);
     named_barrier_sync(barrier, 128);
     const int unit = threadIdx.x % 8;
@@ -102,8 +100,8 @@ __device__ __forceinline__ void store_results(const Params& params, const Walk& 
         u16* out = params.out + (segments ? 0 : walk.index * params.out_stride_b) +
                    (walk.request.q_begin + row.token) * params.out_stride_s + row.head * params.out_stride_h;
 #pragma unroll
-        for (int chunk = 0; chunk < kChunks; ++chunk) {
-            const int column = 64 * (first_chunk + chunk) + 8 * unit;
+        for (int chunk = 0; chunk < kVChunks; ++chunk) {
+            const int column = 64 * chunk + 8 * unit;
             if (column < params.d_v)
                 *reinterpret_cast<uint4*>(out + column) =
                     load_shared_16(rows + chunk * Rows::kBytes + Rows::offset(own, unit));

@@ -208,7 +208,7 @@ def specs(
     )
     own = (("ALIBI", features.alibi), ("SOFTCAP", features.softcap), ("Q_FP8", features.q_fp8))
     none = (("ALIBI", 0), ("SOFTCAP", 0), ("Q_FP8", 0))
-    out_bytes = tile.group_rows * 2 * CHUNK
+    out_bytes = tile.group_rows * 2 * CHUNK * ceil_div(d_v, CHUNK)
     return (
         jit.KernelSpec("mha_decode", (*sizes, *own), 128 * (tile.math_groups + 1), tile.smem_bytes),
         jit.KernelSpec("mha_decode_combine", (*sizes, *none), 128, out_bytes),
@@ -282,7 +282,7 @@ class PreparedMhaDecode:
         self._launch = kernel.prepare((ctas, 1, 1), params, PARAMS.changing, pdl=True).launch
         self._combine = None
         if not call.is_whole:
-            grid = (ctas, tile.row_groups, ceil_div(call.d_v, CHUNK))
+            grid = (ctas, tile.row_groups, 1)
             self._combine = combine.prepare(grid, params, PARAMS.changing, pdl=True).launch
 
     def launch(self, stream: int, addresses: tuple[int, ...], scratch: int, cache_length: int) -> None:
