@@ -28,8 +28,8 @@
 //                                    are in shared memory
 // NB_VOTE + wg  128 (named)          whether a score outgrew its reference;    follow it; overwrite -
 //                                    P of the block before read                P
-// NB_MERGE      256 (named)          FP8: a pair done; O of warpgroup 1 there, overwrite Q; add it; -
-//                                    or read                                   overwrite it
+// NB_MERGE      256 (named)          FP8, three times: both have read Q;       overwrite it by O;   -
+//                                    O of warpgroup 1 is there; it was read    add it; load Q
 #include "common/math.cuh"
 #include "common/types.cuh"
 #include "layout/rescale.cuh"
@@ -171,8 +171,8 @@ class Math {
     }
 
 #if CACHE_FP8
-    // Fragments of 128 columns. A warp gives its part of a block free when it has the last ones. Where registers
-    // have room, the first ones for a product are made while the product before runs.
+    // Fragments of 128 columns. A warp gives its part of a block free when it has the last ones. Where
+    // registers have room, the first ones for a product are made while the product before runs.
     static constexpr bool kAhead = kOwnRows * kVChunks <= 32;
     u32 k_fragments[2][4][4], v_fragments[2][kOwnTokens / 32][2][4];
 
@@ -404,7 +404,8 @@ class Math {
         named_barrier_sync(NB_MATH + wg, 128);  // all have read the sums, and O
     }
 
-    // Adds what warpgroup 1 has, of its tokens, to what warpgroup 0 has. O of warpgroup 1 takes the place of Q.
+    // Adds what warpgroup 1 has, of its tokens, to what warpgroup 0 has. O of warpgroup 1 takes the place of
+    // Q.
     __device__ __forceinline__ void merge(Output& o, float (&sum)[kThreadRows]) {
         static_assert(kRowGroups == kMathGroups || 4 * kPartFloats <= sizeof(smem.rows) && kMathGroups == 2 &&
                                                        kOwnTokens * 2 == kBlockTokens);

@@ -1,8 +1,8 @@
 // Adds up the parts of pairs that CTAs of mha_decode.cu shared (mha/decode_output.cuh), in their order.
 //
-// Grid: x = the CTAs of mha_decode, y = its groups of query rows. A CTA takes the pair that ends in this share
-// and begins in an earlier one, if there is one; its threads have the rows and columns that they had there.
-// It finds the pair while mha_decode still runs, if registers have room for both: lengths are older than that.
+// Grid: x = the CTAs of mha_decode, y = its groups of query rows. A CTA takes the pair that ends in this
+// share and begins in an earlier one, if there is one; its threads have the rows and columns that they had
+// there. It finds the pair while mha_decode still runs, if registers have room for both: lengths are older.
 #include "common/math.cuh"
 #include "common/types.cuh"
 #include "mha/decode_line.cuh"

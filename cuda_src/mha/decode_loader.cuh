@@ -1,9 +1,9 @@
 // Loads blocks of keys and values: from pages of any size or from the rows of a cache, and new tokens from
 // arrays, which are written to the cache on the way.
 //
-// Eight lanes copy a row, 16 bytes at a time. A lane finds the place of one of the rows that its warp copies, and
-// tells the others. Rows that no query sees are zeros, and are not read. New tokens are read from their arrays
-// only, so that no CTA depends on what another one writes.
+// Eight lanes copy a row, 16 bytes at a time. A lane finds the place of one of the rows that its warp copies,
+// and tells the others. Rows that no query sees are zeros, and are not read. New tokens are read from their
+// arrays only, so that no CTA depends on what another one writes.
 #pragma once
 #include "mha/decode_fp8.cuh"
 #include "mha/decode_line.cuh"
@@ -151,8 +151,8 @@ class BlockLoader {
             v_at += 16 * Keys::kRowBytes;
         }
     }
-    // A new token, or zeros past the last one: to shared memory, and to the cache by the CTA that has the first
-    // tile. Loads of K and V are on their way together.
+    // A new token, or zeros past the last one: to shared memory, and to the cache by the CTA that has the
+    // first tile. Loads of K and V are on their way together.
     __device__ __forceinline__ void append(const Walk& walk, int key, u64 k_row, u64 v_row, u32 k_at,
                                            u32 v_at) const {
         const Request& request = walk.request;

@@ -48,10 +48,11 @@ struct RowPages : ArrayKeys {
       private:
         template <int kChunks>
         __device__ __forceinline__ void load(const TensorMap* map, u32 dst, u32 full) const {
+            // TMA has coordinates from registers of the whole warp. From those of a lane each box takes longer,
+            // but beside three consumers there are no others.
 #if CONSUMERS < 3
             const bool elected = elect_one_sync();
             if (elected) mbarrier_arrive_expect_tx(full, kChunks * KeyRows::kBytes);
-            // Each lane in turn would take longer: TMA has coordinates from registers of the whole warp.
 #pragma unroll 2
             for (int box = 0; box < kBoxes; ++box) {
                 const int first = __shfl_sync(0xffffffff, token, box);
