@@ -48,8 +48,8 @@ struct RowPages : ArrayKeys {
       private:
         template <int kChunks>
         __device__ __forceinline__ void load(const TensorMap* map, u32 dst, u32 full) const {
-            // TMA has coordinates from registers of the whole warp. From those of a lane each box takes longer,
-            // but beside three consumers there are no others.
+            // TMA has coordinates from registers of the whole warp. From a lane's each box takes longer, but
+            // beside three consumers there are no others.
 #if CONSUMERS < 3
             const bool elected = elect_one_sync();
             if (elected) mbarrier_arrive_expect_tx(full, kChunks * KeyRows::kBytes);
