@@ -12,6 +12,7 @@ from full_cases import full_unless
 from gpu_support import assert_same_bits, torch
 
 from kit.kvcache import (
+    FP8,
     KvCacheCase,
     KvCacheInputs,
     check_kvcache,
@@ -96,6 +97,8 @@ def random_case(number: int) -> KvCacheCase:
     }
     case |= {name: value for name, value in options.items() if some(0.25)}
     case |= {"dtype": draw.choice(("bfloat16", "float16")), "num_splits": draw.choice((0, 0, 1, 3))}
+    if some(0.3) and not case.get("rotary") and d_qk % 16 == d_v % 16 == 0:
+        case |= {"cache_dtype": FP8, "descales": some(0.7), "dtype": draw.choice((case["dtype"], FP8))}
     return KvCacheCase(**case)
 
 

@@ -199,7 +199,7 @@ def make_kvcache_inputs(case: KvCacheCase, device: str = "cuda") -> KvCacheInput
     totals = [n + new for n, new in zip(case.lengths, case.new_tokens, strict=True)]
     q, bounds_q = tokens(case.query_tokens, case.q_lengths is not None, case.h_q, case.d_qk, dtype)
     if case.softcap:
-        q.mul_(case.softcap / 4)
+        q.copy_(q.float() * (case.softcap / 4))  # an FP8 array has no arithmetic
     k = v = cos = sin = bounds_new = None
     if case.appends:
         are_segments = case.new_lengths is not None
