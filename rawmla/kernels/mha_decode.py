@@ -147,7 +147,7 @@ def tile_of(rows: int, d_qk: int, d_v: int, cache_fp8: bool = False) -> Tile:
     rows = next((size for size in TILE_ROWS if size >= rows), TILE_ROWS[-1])
     # More have no room in registers, beside fragments of K and V and a wide O.
     rows = min(rows, TILE_ROWS[-1] >> cache_fp8 + (d_v > _WIDE))
-    row_groups = 1 if rows == TILE_ROWS[0] or cache_fp8 else 2
+    row_groups = 1 if rows <= TILE_ROWS[1] or cache_fp8 else 2
     math_groups = 2 if cache_fp8 else row_groups
     group_rows = rows // row_groups
     k_chunks, v_chunks = ceil_div(d_qk, CHUNK), ceil_div(d_v, CHUNK)
@@ -166,16 +166,22 @@ def tile_of(rows: int, d_qk: int, d_v: int, cache_fp8: bool = False) -> Tile:
 
 
 @cache
-def teams_of(h_kv: int, sm_count: int) -> tuple[int, int]:
-    """How many CTAs there are, and how many of them attend KV heads side by side: as many as leave few
-    multiprocessors without a CTA.
+def teams_of(h_kv: int, tiles: int, sm_count: int) -> tuple[int, int]:
+    """How many teams of CTAs there are, and how many KV heads they attend side by side; ``tiles`` are of all
+    requests.
+
+    Teams are as large as leaves few multiprocessors without a CTA, and as many as have whole tiles or equal
+    parts of one, if requests have one length.
     """
+    most_spare = int(_MOST_SPARE * sm_count)
     team = next(
         team
         for team in range(min(h_kv, sm_count), 0, -1)
-        if h_kv % team == 0 and sm_count % team <= _MOST_SPARE * sm_count
+        if h_kv % team == 0 and sm_count % team <= most_spare
     )
-    return sm_count // team * team, team
+    pairs = max(tiles, 1) * h_kv // team
+    counts = range(sm_count // team, (sm_count - most_spare - 1) // team, -1)
+    return next((teams for teams in counts if not pairs % teams or not teams % pairs), counts[0]), team
 
 
 class Features(NamedTuple):
@@ -232,7 +238,8 @@ class PreparedMhaDecode:
         pairs = call.b * call.h_kv * max_tiles
         ctas, team = pairs, 1
         if not call.is_whole:
-            ctas, team = teams_of(call.h_kv, jit.device_info(call.device).sm_count)
+            teams, team = teams_of(call.h_kv, call.b * max_tiles, jit.device_info(call.device).sm_count)
+            ctas = teams * team
         self.scratch_bytes = 0
         if not call.is_whole:
             parts = 2 * ctas * tile.rows
