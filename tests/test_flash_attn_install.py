@@ -105,6 +105,38 @@ print(flash_attn.whose, {imported} and flash_attn is theirs)
     assert whose == f"theirs {imported}"
 
 
+def test_check_of_another_build(tmp_path: Path) -> None:
+    """The versions of other builds have suffixes."""
+    (tmp_path / "flash_attn").mkdir()
+    (tmp_path / "flash_attn" / "__init__.py").touch()
+    info = tmp_path / "flash_attn-2.3.0+cu12torch2.8.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: flash-attn\nVersion: 2.3.0+cu12torch2.8\n")
+    (info / "top_level.txt").write_text("flash_attn\n")
+    code = "from rawmla import cli; cli.main(['flash-attn', '--fa', '3', '--check'])"
+    answer = succeeds(code, tmp_path, tmp_path).splitlines()[0]
+    assert answer.startswith("is_flash_attn_2_available: no, flash-attn 2.3.0+cu12torch2.8 is too old (")
+
+
+def test_another_package_with_our_flash_attention_4(tmp_path: Path) -> None:
+    """It finds `flash_attn.cute` here until `uninstall_flash_attn`."""
+    (tmp_path / "flash_attn").mkdir()
+    (tmp_path / "flash_attn" / "__init__.py").touch()
+    code = """
+import flash_attn, importlib, rawmla
+before = list(flash_attn.__path__)
+rawmla.install_flash_attn(4)
+assert importlib.import_module("flash_attn.cute").__rawmla__
+rawmla.uninstall_flash_attn()
+assert flash_attn.__path__ == before
+try:
+    importlib.import_module("flash_attn.cute")
+except ImportError as error:
+    print(error)
+"""
+    assert succeeds(code, tmp_path, tmp_path).startswith("No module named 'flash_attn.cute'")
+
+
 def test_beside_the_wheel_of_flash_attention_4(tmp_path: Path) -> None:
     """That wheel has a folder without an __init__.py. It stays whose it is, unless ours is asked for."""
     (tmp_path / "flash_attn" / "cute").mkdir(parents=True)

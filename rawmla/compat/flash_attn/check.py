@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Iterator, Sequence
 from importlib import metadata
 
@@ -40,7 +41,8 @@ def _reason(name: str, generation: Generation, owners: Sequence[str]) -> str:
     if generation.distribution not in names:
         return f"it is of {', '.join(names) or 'no distribution'}, not of {generation.distribution}"
     version = metadata.version(generation.distribution)
-    if generation.distribution == "flash-attn" and tuple(map(int, version.split(".")[:3])) < OLDEST:
+    numbers = tuple(map(int, re.findall(r"\d+", version)[:3]))  # a build's own suffix may follow: 2.8.3+cu12
+    if generation.distribution == "flash-attn" and numbers < OLDEST:
         return f"{generation.distribution} {version} is too old"
     if importlib.util.find_spec("torch") is None:
         return "torch is not installed"

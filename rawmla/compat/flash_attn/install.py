@@ -33,6 +33,7 @@ GENERATIONS = {
 
 _folders: dict[int, str] = {}  # generation -> what was put into sys.path
 _displaced: dict[str, ModuleType] = {}  # what was in sys.modules before
+_extended: list[ModuleType] = []  # packages that find `flash_attn.cute` in our folder
 
 
 def install_flash_attn(
@@ -107,6 +108,9 @@ def uninstall_flash_attn() -> None:
         if folder in sys.path:
             sys.path.remove(folder)
     _folders.clear()
+    for package in _extended:
+        package.__path__ = [folder for folder in package.__path__ if folder != _cute_folder()]
+    _extended.clear()
     modules.restore(names, _displaced)
     _displaced.clear()
     importlib.invalidate_caches()
@@ -147,9 +151,15 @@ def _is_our_file(file: Path) -> bool:
 def _extend_path(versions: Iterable[int]) -> None:
     """Let a `flash_attn` that is imported find `flash_attn.cute`."""
     package = sys.modules.get("flash_attn")
-    folder = os.path.join(*folders([4]), "flash_attn")
+    folder = _cute_folder()
     if 4 in versions and package is not None and folder not in package.__path__:
         package.__path__ = [folder, *package.__path__]
+        _extended.append(package)
+
+
+def _cute_folder() -> str:
+    """The folder of the package `flash_attn` that `flash_attn.cute` is in."""
+    return os.path.join(*folders([4]), "flash_attn")
 
 
 def _refuse_late(versions: Iterable[int]) -> None:
