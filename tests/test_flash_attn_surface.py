@@ -68,7 +68,9 @@ def test_other_names() -> None:
         assert defined.replace("softcap=0.,", "softcap=0.0,") == f"flash_attn_3::{name}{schema}"
     given = torch.ops.flash_attn_3.fwd.default._schema.arguments
     assert [one.default_value for one in given] == list(fa3_ops._FWD_DEFAULTS)
-    assert not fa3_config.CONFIG["build_flags"]["FLASHATTENTION_DISABLE_HDIM256"]
+    flags = fa3_config.CONFIG["build_flags"]
+    assert not flags["FLASHATTENTION_DISABLE_HDIM256"]
+    assert flags["FLASH_ATTENTION_DISABLE_HDIMDIFF64"]  # LMDeploy would pass qv
 
 
 @pytest.fixture
@@ -198,6 +200,8 @@ def test_results_of_fa4(reached: list[Any]) -> None:
     assert lse.shape == (H, S) and lse.is_contiguous()
     fa4.flash_attn_varlen_func(q, x, x, seqused_k=starts)
     assert reached[-1].function == "flash_attn_with_kvcache"
+    fa4.flash_attn_varlen_func(q, x, x)  # requests of one length
+    assert reached[-1].function == "flash_attn_func"
 
 
 def test_private_results(reached: list[Any]) -> None:
@@ -295,6 +299,12 @@ REFUSED = [
     (fa3.flash_attn_with_kvcache, {"scheduler_metadata": torch.ones(3)}, "scheduler_metadata: .*int32"),
     (fa3.flash_attn_with_kvcache, {"scheduler_metadata": ints(3, 2)}, "scheduler_metadata: .*one dimension"),
     (fa3.flash_attn_qkvpacked_func, {"qkv": array(1, 2, 3, 8)}, "num_heads_q: expected an int"),
+    (fa3._flash_attn_forward, {"num_splits": 1.5}, "num_splits: expected an int, got float"),
+    (
+        fa3._flash_attn_backward,
+        {"dout": 0, "out": 0, "softmax_lse": 0, "sequed_k": ints(1)},
+        "sequed_k: not supported by rawmla; pass cu_seqlens_q and cu_seqlens_k",
+    ),
     (fa4.flash_attn_func, {"mask_mod": len}, "mask_mod: .*rawmla.flex_attention"),
     (fa4.flash_attn_varlen_func, {"seqused_q": ints(1)}, "seqused_q: not supported"),
 ]
@@ -348,6 +358,8 @@ def test_metadata_and_combine() -> None:
     torch.testing.assert_close(lse, scores.logsumexp(-1))
     assert lse.transpose(1, 2).is_contiguous() and out is whole
     assert fa3.flash_attn_combine(outs, parts.logsumexp(-1), None, torch.float16)[0].dtype is torch.float16
+    with pytest.raises(ValueError, match="out: expected shape"):
+        fa3.flash_attn_combine(outs, parts.logsumexp(-1), whole.expand(2, -1, -1, -1, -1))
 
 
 def test_status_and_overhead(reached: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:

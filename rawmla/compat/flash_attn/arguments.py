@@ -16,17 +16,17 @@ CACHE_DTYPES = (*DTYPES, torch.float8_e4m3fn)
 
 
 def as_pair(window_size: Any) -> Any:
-    """Return a window that is no tuple as one, where that needs no GPU; other values are left to the core."""
+    """Return a CPU tensor or NumPy array as a tuple; other windows are returned as they are."""
     if isinstance(window_size, torch.Tensor):
         return tuple(window_size.tolist()) if window_size.device.type == "cpu" else window_size
     return tuple(window_size.tolist()) if hasattr(window_size, "tolist") else window_size
 
 
 def as_bound(length: Any, tokens: int) -> Any:
-    """Return a longest length that is no int as one.
+    """Return a longest length as an int, if it is a tensor or None; other values are returned as they are.
 
-    A tensor on a GPU is never read, since that would wait for the GPU: no request is longer than `tokens`.
-    So it is with None, and with a tensor of a call that torch traces.
+    A tensor on a GPU is never read, since that would wait for the GPU: the result is `tokens`, as no request
+    is longer. None and tensors of a call that torch traces give `tokens` too.
     """
     if length is None:
         return tokens

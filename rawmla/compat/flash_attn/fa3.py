@@ -244,7 +244,7 @@ def flash_attn_with_kvcache(
     if window_size.__class__ is not tuple:
         window_size = as_pair(window_size)
     if cu_seqlens_q is None:
-        max_seqlen_q = None  # some callers pass it with a q that says it by its shape
+        max_seqlen_q = None  # q has four dimensions, one of them s_q; some callers pass the length as well
     elif max_seqlen_q.__class__ is not int:
         max_seqlen_q = as_bound(max_seqlen_q, q.shape[0])
     if pack_gqa is not None or sm_margin != 0 or scheduler_metadata is not None:

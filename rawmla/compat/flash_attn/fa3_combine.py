@@ -26,7 +26,7 @@ def flash_attn_combine(
     lse_partial : tensor
         float32 `[n, b, s, h]`; -inf for a part without keys.
     out : tensor, optional
-        `[b, s, h, d]`, written and returned.
+        `[b, s, h, d]` in any dtype, written and returned.
     out_dtype : dtype, optional
         The dtype of a fresh out; None is the one of out_partial.
 
@@ -45,6 +45,8 @@ def flash_attn_combine(
     if lse_partial.shape != out_partial.shape[:-1]:
         expected = list(out_partial.shape[:-1])
         raise ValueError(f"lse_partial: expected shape {expected}, got {list(lse_partial.shape)}")
+    if out is not None and out.shape != out_partial.shape[1:]:
+        raise ValueError(f"out: expected shape {list(out_partial.shape[1:])}, got {list(out.shape)}")
     parts = lse_partial.transpose(2, 3)
     lse = parts.logsumexp(0)
     weights = (parts - lse).exp().masked_fill(parts == -inf, 0).transpose(2, 3)
@@ -79,8 +81,8 @@ def get_scheduler_metadata(
 ) -> Any:
     """Return zeros of the size that FlashAttention-3's metadata has: rawmla's kernels need none."""
     left, right = as_pair(window_size)
-    left = -1 if left >= max_seqlen_k - 1 else left
-    right = 0 if causal else -1 if right >= max_seqlen_q - 1 else right
+    left = -1 if left is None or left >= max_seqlen_k - 1 else left
+    right = 0 if causal else -1 if right is None or right >= max_seqlen_q - 1 else right
     is_causal = left < 0 and right == 0
     is_local = not is_causal and (left >= 0 or right >= 0)
     vectors = 2 + (not is_local) + (is_causal or is_local)

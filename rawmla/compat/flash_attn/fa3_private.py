@@ -9,8 +9,17 @@ import torch
 import rawmla
 
 from ...api import dense, dense_backward
-from .arguments import CACHE_DTYPES, DTYPES, as_bound, check_hints, contiguous, detached, heads_first
-from .refusals import refuse_dtype, unsupported
+from .arguments import (
+    CACHE_DTYPES,
+    DTYPES,
+    as_bound,
+    check_hints,
+    check_num_splits,
+    contiguous,
+    detached,
+    heads_first,
+)
+from .refusals import refuse_dtype, refuse_given, unsupported
 
 Four = tuple[Any, Any, Any, Any]
 
@@ -57,6 +66,7 @@ def _flash_attn_forward(
     if attention_chunk:
         unsupported("attention_chunk")
     check_hints(pack_gqa, sm_margin, scheduler_metadata)
+    check_num_splits(num_splits)
     q, k, v = detached(q, k, v)
     window = window_size_left, window_size_right
     max_seqlen_q = None if cu_seqlens_q is None else as_bound(max_seqlen_q, q.shape[0])
@@ -118,10 +128,10 @@ def _flash_attn_backward(
     sm_margin: int = 0,
 ) -> Any:
     """Write dq, dk and dv. Returns an empty float32 tensor, as rawmla does not keep softmax_d."""
+    check_hints(None, sm_margin, None)
     window = window_size_left, window_size_right
     if cu_seqlens_q is None:
-        if sequed_q is not None or sequed_k is not None:
-            unsupported("seqused_q")
+        refuse_given(sequed_q=sequed_q, sequed_k=sequed_k)
         dense_backward.flash_attn_backward(
             dout, q, k, v, out, softmax_lse, dq, dk, dv, is_causal, softmax_scale,
             deterministic=deterministic, window_size=window, softcap=softcap,

@@ -105,8 +105,9 @@ def flash_attn_varlen_func(
     """Compute attention of requests of different lengths: `rawmla.flash_attn_varlen_func`.
 
     Keys in pages, or of which `seqused_k` counts without `cu_seqlens_k`, are a cache:
-    `rawmla.flash_attn_with_kvcache`. Results as in `flash_attn_func`. `min_seqlen_k`, `scheduler_metadata`
-    and what follows it change nothing.
+    `rawmla.flash_attn_with_kvcache`, without gradients. Without lengths and pages, requests have one length:
+    `flash_attn_func`, which also describes the results. `min_seqlen_k`, `scheduler_metadata`,
+    `seqlen_k_per_split` and `disable_scheduler_metadata` change nothing.
     """
     _refuse(q, qv, gather_kv_indices, score_mod, score_mod_bwd, mask_mod, aux_tensors, aux_scalars,
             block_sparse_tensors, None)  # fmt: skip
@@ -126,6 +127,11 @@ def flash_attn_varlen_func(
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, 0.0, softmax_scale, causal,
             deterministic, window_size=window_size, softcap=softcap, attn_sink=learnable_sink,
             seqused_q=seqused_q, seqused_k=seqused_k,
+        )  # fmt: skip
+    elif cu_seqlens_q is cu_seqlens_k is seqused_q is seqused_k is page_table is None:
+        out, lse = dense.flash_attn_func(
+            q, k, v, 0.0, softmax_scale, causal, window_size, softcap, None, deterministic,
+            attn_sink=learnable_sink,
         )  # fmt: skip
     else:
         if seqused_q is not None:

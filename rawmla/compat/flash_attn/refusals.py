@@ -63,6 +63,7 @@ _REMEDIES = {
     "attention_chunk": "take attn_implementation='sdpa' for models with attention in chunks",
     "gather_kv_indices": "call rawmla.flash_mla_sparse_fwd or rawmla.flash_mla_with_kvcache(indices=...)",
     "seqused_q": "pass cu_seqlens_q and cu_seqlens_k, without a page table",
+    **dict.fromkeys(("sequed_q", "sequed_k"), "pass cu_seqlens_q and cu_seqlens_k with it"),
     "leftpad_k": "pass block_table, or call flash_attn_with_kvcache(cache_leftpad=...)",
     **dict.fromkeys(
         (
