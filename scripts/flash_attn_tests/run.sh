@@ -12,7 +12,7 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 export PYTHONPATH="$root:$root/tests:$root/scripts/flash_attn_tests${PYTHONPATH:+:$PYTHONPATH}"
 PYTHONPATH="$(python3 -m rawmla flash-attn --path):$PYTHONPATH"
 export PYTHONPATH
-# Beside the tests of FlashAttention-3 lies the module that they import: the drop-in is to be found instead.
+# The tests of FlashAttention-3 would import upstream's module from their own folder. In a copy they find the drop-in.
 folder=$(mktemp -d)
 trap 'rm -r "$folder"' EXIT
 find "$UPSTREAM/$1" -maxdepth 1 \( -name 'test_*.py' -o -name padding.py \) -exec cp {} "$folder" \;
