@@ -1,7 +1,7 @@
 """The parts of FlashAttention-3 that are there, in the form of its module `flash_attn_config`.
 
-Missing are FP8 without a cache, and values of 512 columns, which come with `qv`: LMDeploy chooses its attention
-for MLA by the flag HDIMDIFF64.
+Missing are FP8 without a cache, and values of 512 columns, which come with `qv`: LMDeploy chooses its
+attention for MLA by the flag HDIMDIFF64.
 """
 
 from __future__ import annotations
