@@ -299,6 +299,8 @@ REFUSED = [
     (fa3.flash_attn_with_kvcache, {"scheduler_metadata": torch.ones(3)}, "scheduler_metadata: .*int32"),
     (fa3.flash_attn_with_kvcache, {"scheduler_metadata": ints(3, 2)}, "scheduler_metadata: .*one dimension"),
     (fa3.flash_attn_qkvpacked_func, {"qkv": array(1, 2, 3, 8)}, "num_heads_q: expected an int"),
+    (fa2.flash_attn_qkvpacked_func, {"qkv": array(1, 2, 2, 1, 8)}, r"qkv: expected shape \[b, s, 3, h, d\]"),
+    (fa2.flash_attn_kvpacked_func, {"kv": array(1, 2, 1, 8)}, r"kv: expected shape \[b, s, 2, h, d\]"),
     (fa3._flash_attn_forward, {"num_splits": 1.5}, "num_splits: expected an int, got float"),
     (
         fa3._flash_attn_backward,

@@ -37,13 +37,20 @@ def as_bound(length: Any, tokens: int) -> Any:
     return int(length)
 
 
+def split_packed(name: str, packed: Any, count: int) -> Any:
+    """Return the `count` arrays `[b, s, h, d]` of a packed one, as views."""
+    if packed.ndim != 5 or packed.shape[2] != count:
+        raise ValueError(f"{name}: expected shape [b, s, {count}, h, d], got {list(packed.shape)}")
+    return packed.unbind(2)
+
+
 def detached(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
     """Return the same arrays without a graph, for functions that have none in FlashAttention either."""
     return (q.detach(), k.detach(), v.detach()) if needs_gradient(q, k, v) else (q, k, v)
 
 
 def heads_first(lse: Any) -> Any:
-    """Return an lse with heads before tokens, as it is already where requests have a dimension."""
+    """Return an lse with heads before tokens: a packed one is transposed, others have this order."""
     return lse.t() if lse.ndim == 2 else lse
 
 

@@ -1,4 +1,4 @@
-"""What programs find out about flash-attn: the answers of transformers' checks, with reasons."""
+"""The answers of transformers' checks for flash-attn, with reasons."""
 
 from __future__ import annotations
 

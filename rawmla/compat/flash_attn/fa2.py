@@ -14,7 +14,15 @@ from ...call.arrays import needs_gradient
 from ...mha.arguments import NO_WINDOW
 from ..usage import Usage
 from . import fa2_private
-from .arguments import DTYPES, as_bound, as_pair, detached, lse_of_equal_lengths, with_plus_inf
+from .arguments import (
+    DTYPES,
+    as_bound,
+    as_pair,
+    detached,
+    lse_of_equal_lengths,
+    split_packed,
+    with_plus_inf,
+)
 from .fa2_caches import WithoutBackward, cache_function
 from .fa2_private import *  # noqa: F403
 from .fa2_private import attend_pages
@@ -87,7 +95,7 @@ def flash_attn_kvpacked_func(
     return_attn_probs: bool = False,
 ) -> Any:
     """Call `flash_attn_func` with the k and v in kv `[b, s_k, 2, h_kv, d]`."""
-    k, v = kv.unbind(2)
+    k, v = split_packed("kv", kv, 2)
     return flash_attn_func(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
         return_attn_probs,
@@ -106,7 +114,7 @@ def flash_attn_qkvpacked_func(
     return_attn_probs: bool = False,
 ) -> Any:
     """Call `flash_attn_func` with the q, k and v in qkv `[b, s, 3, h, d]`."""
-    q, k, v = qkv.unbind(2)
+    q, k, v = split_packed("qkv", qkv, 3)
     return flash_attn_func(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
         return_attn_probs,

@@ -14,7 +14,7 @@ UNIT = 8
 
 
 def cache_function(q: Any) -> Callable[..., Any]:
-    """Return `rawmla.flash_attn_with_kvcache`, or what stands for it where q's columns do not fit."""
+    """Return `rawmla.flash_attn_with_kvcache`, or `attend_copies` if q has columns that it does not read."""
     return attend_copies if q.shape[-1] % UNIT else rawmla.flash_attn_with_kvcache
 
 
@@ -38,7 +38,7 @@ def _padded(x: Any) -> Any:
 
 
 class WithoutBackward(torch.autograd.Function):
-    """Gives out a graph that ends in an error, as pages have no gradient."""
+    """Returns out as it is, and raises in the backward: keys in pages have no gradient."""
 
     @staticmethod
     def forward(ctx: Any, out: Any, *inputs: Any) -> Any:

@@ -1,6 +1,6 @@
 """The functions of FlashAttention-2's extension `flash_attn_2_cuda`, in its argument orders.
 
-They have a place for a random generator, which has to be None there too.
+Their argument for a random generator has to be None, as in FlashAttention-2.
 """
 
 from __future__ import annotations

@@ -180,7 +180,7 @@ def attend_pages(
     attn_sink: Any,
     out: Any,
 ) -> tuple[Any, Any]:
-    """Attend over keys in pages, whose numbers are the differences of cu_seqlens_k, or seqused_k if given."""
+    """Attend over keys in pages, as many as seqused_k counts, or cu_seqlens_k where that is None."""
     return cache_function(q)(
         q, k, v, cache_seqlens=seqused_k, cache_leftpad=leftpad_k, block_table=block_table,
         cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q,

@@ -25,6 +25,7 @@ from .arguments import (
     check_num_splits,
     contiguous,
     heads_first,
+    split_packed,
 )
 from .fa3_combine import flash_attn_combine, get_scheduler_metadata
 from .fa3_private import _flash_attn_backward, _flash_attn_forward
@@ -173,9 +174,7 @@ def flash_attn_qkvpacked_func(
     The second form needs `num_heads_q`, which is h_q.
     """
     if qkv.dim() == 5:
-        if qkv.shape[2] != 3:
-            raise ValueError(f"qkv: expected shape [b, s, 3, h, d], got {list(qkv.shape)}")
-        q, k, v = qkv.unbind(2)
+        q, k, v = split_packed("qkv", qkv, 3)
     elif qkv.dim() != 4:
         raise ValueError(
             f"qkv: expected shape [b, s, 3, h, d] or [b, s, h_q + 2 * h_kv, d], got {list(qkv.shape)}"

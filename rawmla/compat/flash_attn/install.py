@@ -1,4 +1,4 @@
-"""Putting the modules of flash-attn, and what says that they are installed, into reach of a process."""
+"""Making the modules of flash-attn, and the metadata of their distributions, importable in a process."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ def install_flash_attn(
         with `flash_attn_3` and `flash_attn_config`, 4 is `flash_attn.cute`. Some programs go over to 4
         wherever they find it.
     replace : bool
-        What to do about modules of these names that are not rawmla's and are imported or could be imported:
+        How to treat modules of these names that are not rawmla's and are imported or could be imported:
         False raises, True hides them until `uninstall_flash_attn`.
     dropout : str
-        What a `dropout_p` above 0 does: "error" raises, "ignore" warns once and computes without dropout.
+        How to treat a `dropout_p` above 0: "error" raises, "ignore" warns once and computes without dropout.
 
     Raises
     ------
@@ -98,7 +98,7 @@ def install_flash_attn(
 
 
 def uninstall_flash_attn() -> None:
-    """Undo `install_flash_attn`: what these imports gave before, they give again.
+    """Undo `install_flash_attn`: the imports give what they gave before.
 
     Nothing happens if nothing is installed. Names that programs have bound meanwhile stay rawmla's.
     """

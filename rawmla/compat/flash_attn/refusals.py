@@ -12,7 +12,7 @@ _has_warned = False
 
 
 def check_dropout_mode(mode: Any, name: str = "dropout") -> str:
-    """Return what to do about dropout, or raise if it is nothing known."""
+    """Return the mode, or raise ValueError if there is no such mode."""
     if mode not in DROPOUT_MODES:
         raise ValueError(f"{name}: expected 'error' or 'ignore', got {mode!r}")
     return mode
@@ -23,7 +23,7 @@ _dropout = DEFAULT_DROPOUT
 
 
 def set_dropout(mode: str) -> None:
-    """Choose what a dropout_p above 0 does: see `rawmla.install_flash_attn`."""
+    """Choose how a dropout_p above 0 is treated: see `rawmla.install_flash_attn`."""
     global _dropout, _has_warned
     _dropout, _has_warned = mode, False
 
@@ -86,7 +86,7 @@ def unsupported(name: str) -> NoReturn:
 
 
 def refuse_given(**arguments: Any) -> None:
-    """Raise for the first argument that was given, of those that no kernel serves."""
+    """Raise for the first argument that is not None: no kernel serves any of them."""
     for name, value in arguments.items():
         if value is not None:
             unsupported(name)
