@@ -242,8 +242,8 @@ def test_private_results(reached: list[Any]) -> None:
     assert len(fa3_ops._bwd(q, q, q, q, q, lse)) == 5
     dq, *rest = fa2_cuda.bwd(q, q, q, q, q, lse, q, q, q, None, 0.0, 1.0, True, -1, -1, 0.0, True)
     assert reached[-1].given["causal"] is reached[-1].given["deterministic"] is True and dq is q
-    assert len(fa2_cuda.fwd_kvcache(*[q] * 3, *[None] * 10, 1.0, True, -1, -1, 0.0, True, 4)) == 2
-    assert reached[-1].given["num_splits"] == 4
+    assert len(fa2_cuda.fwd_kvcache(*[q] * 5, *[None] * 8, 1.0, True, -1, -1, 0.0, True, 4)) == 2
+    assert reached[-1].given["num_splits"] == 4 and not reached[-1].given["k"].requires_grad
 
 
 @pytest.mark.parametrize("window", [(3, 4), [3, 4], torch.tensor([3, 4])], ids=["tuple", "list", "tensor"])

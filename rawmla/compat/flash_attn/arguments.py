@@ -44,9 +44,9 @@ def split_packed(name: str, packed: Any, count: int) -> Any:
     return packed.unbind(2)
 
 
-def detached(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
+def detached(*arrays: Any) -> tuple[Any, ...]:
     """Return the same arrays without a graph, for functions that have none in FlashAttention either."""
-    return (q.detach(), k.detach(), v.detach()) if needs_gradient(q, k, v) else (q, k, v)
+    return tuple(x if x is None else x.detach() for x in arrays) if needs_gradient(*arrays) else arrays
 
 
 def heads_first(lse: Any) -> Any:

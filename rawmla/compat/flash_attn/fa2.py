@@ -158,13 +158,12 @@ def flash_attn_varlen_func(
     if max_seqlen_q.__class__ is not int:
         max_seqlen_q = as_bound(max_seqlen_q, q.shape[0])
     if block_table is not None:
-        with_graph = needs_gradient(q, k, v)
-        inputs = detached(q, k, v) if with_graph else (q, k, v)
+        bare_q, bare_k, bare_v = detached(q, k, v)
         out, lse = attend_pages(
-            *inputs, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, softmax_scale, causal, window_size, softcap,
-            alibi_slopes, block_table, None, seqused_k, 0, s_aux, out,
+            bare_q, bare_k, bare_v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, softmax_scale, causal,
+            window_size, softcap, alibi_slopes, block_table, None, seqused_k, 0, s_aux, out,
         )  # fmt: skip
-        if with_graph:
+        if needs_gradient(q, k, v):
             out = WithoutBackward.apply(out, q, k, v)
     else:
         if max_seqlen_k.__class__ is not int:

@@ -175,7 +175,7 @@ def fwd_kvcache(
     """Return out and lse of `flash_attn_with_kvcache`; `out` may be None."""
     if getattr(q, "dtype", None) not in DTYPES:
         refuse_dtype("q", q)
-    q, k_cache, v_cache = detached(q, k_cache, v_cache)
+    q, k_cache, v_cache, k, v = detached(q, k_cache, v_cache, k, v)
     out, lse = cache_function(q)(
         q, k_cache, v_cache, k, v, rotary_cos=rotary_cos, rotary_sin=rotary_sin, cache_seqlens=cache_seqlens,
         cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, block_table=block_table,

@@ -67,7 +67,7 @@ def _flash_attn_forward(
         unsupported("attention_chunk")
     check_hints(pack_gqa, sm_margin, scheduler_metadata)
     check_num_splits(num_splits)
-    q, k, v = detached(q, k, v)
+    q, k, v, k_new, v_new = detached(q, k, v, k_new, v_new)
     window = window_size_left, window_size_right
     max_seqlen_q = None if cu_seqlens_q is None else as_bound(max_seqlen_q, q.shape[0])
     in_cache = not (k_new is page_table is kv_batch_idx is leftpad_k is rotary_cos is None)
