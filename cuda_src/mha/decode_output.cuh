@@ -69,7 +69,7 @@ __device__ __forceinline__ void store_results(const Params& params, const Walk& 
 #pragma unroll
     for (int i = 0; i < kThreadRows; ++i) {
         const RowPlace row(params, walk, first_row + query_of(i));
-        float factor = 0.0f, lse = params.empty_lse;
+        float factor = 0.0f, lse = -kInfinity;
         if (sum[i] != 0.0f && row.exists) {
             factor = reciprocal_approx(add_sink(params.attn_sink, params.sink_dtype, row.head, m[i], sum[i]));
             if constexpr (kFp8)

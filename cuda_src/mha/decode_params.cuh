@@ -96,7 +96,6 @@ struct Params {
     int max_tiles;    // of the longest request
     int most_tokens;  // longer requests have their results from mha_forward.cu
     int is_whole;     // a CTA attends a whole pair, whatever the batch
-    float empty_lse;
     float scale_log2;   // of scores in base 2; with a softcap its factor after tanh
     float score_scale;  // softcap: before tanh
 };

@@ -71,7 +71,6 @@ class MhaDecodeCall(NamedTuple):
     alibi_stride_b: int = 0
     most_tokens: int = 2**31 - 1  # longer requests have no results, but new tokens
     is_whole: bool = False  # one order of sums, whatever the batch
-    empty_lse: float = -float("inf")
 
 
 class MhaDecodeAddresses(NamedTuple):
@@ -121,7 +120,7 @@ PARAMS = ParamStruct(
     I32("window_left", "window_right"),
     I32("rotary_dim", "rotary_rows", "rotary_interleaved", "rotates_by_token"),
     I32("alibi_stride_b", "sink_dtype", "max_tiles", "most_tokens", "is_whole"),
-    F32("empty_lse", "scale_log2", "score_scale"),
+    F32("scale_log2", "score_scale"),
 )
 
 
@@ -235,13 +234,11 @@ class PreparedMhaDecode:
             jit.get_kernel(spec, call.device, capturing=capturing)
             for spec in specs(call.dtype, rows, call.d_qk, call.d_v, features)
         ]
-        pairs = call.b * call.h_kv * max_tiles
-        ctas, team = pairs, 1
+        ctas, team = call.b * call.h_kv * max_tiles, 1
+        self.scratch_bytes = 0
         if not call.is_whole:
             teams, team = teams_of(call.h_kv, call.b * max_tiles, jit.device_info(call.device).sm_count)
             ctas = teams * team
-        self.scratch_bytes = 0
-        if not call.is_whole:
             parts = 2 * ctas * tile.rows
             self._states_bytes = 8 * parts
             self._parts_bytes = parts * 4 * CHUNK * ceil_div(call.d_v, CHUNK)
@@ -271,7 +268,7 @@ class PreparedMhaDecode:
                 "rotary_rows",
                 "rotary_interleaved",
             ),
-            **fields(call, "rotates_by_token", "alibi_stride_b", "most_tokens", "is_whole", "empty_lse"),
+            **fields(call, "rotates_by_token", "alibi_stride_b", "most_tokens", "is_whole"),
             group=group,
             team=team,
             heads_of_cta=call.h_kv // team,
