@@ -11,8 +11,9 @@
 // math has its own query rows, and reads all of K and V in shared memory; with an FP8 cache it has its own
 // tokens of each block, and all query rows.
 //
-// Grid: a CTA for each SM, which shares the line of all blocks of keys (mha/decode_line.cuh); or, with
-// is_whole, a CTA for each pair. kernels/mha_decode_combine.cu adds up the parts of pairs that were cut.
+// Grid: a CTA for each SM, but for a few, in teams which share the line of all blocks of keys
+// (mha/decode_line.cuh); or, with is_whole, a CTA for each pair. kernels/mha_decode_combine.cu adds up the
+// parts of pairs that were cut.
 //
 // Roles (128 (MATH_GROUPS + 1) threads)
 //   math    MATH_GROUPS warpgroups   load Q; S^T, softmax, P, O^T, results
@@ -372,8 +373,8 @@ class Math {
     }
 
     __device__ __forceinline__ void finish(const Walk& walk, Output& o) {
-        named_barrier_sync(NB_MATH + wg, 128);  // all have read the maxima
         float sum[kThreadRows];
+        // All have read the maxima: they have met before the last product.
 #pragma unroll
         for (int i = 0; i < kThreadRows; ++i) {
             const float of_warp = sum_over_rows(l[i]);
@@ -404,8 +405,7 @@ class Math {
         named_barrier_sync(NB_MATH + wg, 128);  // all have read the sums, and O
     }
 
-    // Adds what warpgroup 1 has, of its tokens, to what warpgroup 0 has. O of warpgroup 1 takes the place of
-    // Q.
+    // Adds what warpgroup 1 has of its tokens to what warpgroup 0 has. O of warpgroup 1 takes the place of Q.
     __device__ __forceinline__ void merge(Output& o, float (&sum)[kThreadRows]) {
         static_assert(kRowGroups == kMathGroups || 4 * kPartFloats <= sizeof(smem.rows) && kMathGroups == 2 &&
                                                        kOwnTokens * 2 == kBlockTokens);

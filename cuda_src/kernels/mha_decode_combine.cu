@@ -1,8 +1,9 @@
 // Adds up the parts of pairs that CTAs of mha_decode.cu shared (mha/decode_output.cuh), in their order.
 //
-// Grid: x = the CTAs of mha_decode, y = its groups of query rows. A CTA takes the pair that ends in this
-// share and begins in an earlier one, if there is one; its threads have the rows and columns that they had
-// there. It finds the pair while mha_decode still runs, if registers have room for both: lengths are older.
+// Grid: x = the CTAs of mha_decode, y = its groups of query rows. A CTA has the share of the line that the
+// CTA of mha_decode with its number has, and takes the pair that ends in this share and begins in an earlier
+// one, if there is one. Its threads have the rows and columns that threads have there. It finds the pair
+// while mha_decode still runs, if registers have room for both: lengths are older.
 #include "common/math.cuh"
 #include "common/types.cuh"
 #include "mha/decode_line.cuh"
@@ -13,16 +14,17 @@
 
 constexpr int kThreads = 128;
 static_assert(kThreads == THREADS, "THREADS is what the launch gives");
-// Parts whose loads are on their way together: a pair may be cut into as many as there are multiprocessors.
-constexpr int kColumns = kVChunks * kAccumulators;
-constexpr int kPartsAtOnce = max_int(96 / (kColumns + 2 * kThreadRows), 1);  // registers, states included
+constexpr int kColumns = kVChunks * kAccumulators;  // a thread's numbers of a part
+// Parts whose loads are on their way together: 96 registers for numbers and states. A pair may be cut into as
+// many parts as there are teams.
+constexpr int kPartsAtOnce = max_int(96 / (kColumns + 2 * kThreadRows), 1);
 
 extern "C" __global__ void __launch_bounds__(kThreads, kOwnRows == 8 ? 4 : 2)
     mha_decode_combine(const __grid_constant__ Params params) {
     extern __shared__ __align__(1024) unsigned char rows[];
     static_assert(kVChunks * Rows::kBytes <= SMEM_BYTES, "SMEM_BYTES is what the launch asks for");
     __shared__ Share share;
-    const int wg = blockIdx.y, warp_idx = threadIdx.x / 32;
+    const int row_group = blockIdx.y, warp_idx = threadIdx.x / 32;
     if (warp_idx == 0) {
         const Share found = share_of_cta(params);
         if (lane_index() == 0) share = found;
@@ -56,8 +58,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kOwnRows == 8 ? 4 : 2)
         for (int n = 0; n < kPartsAtOnce; ++n) {
             const bool is_there = batch + n <= last;
             const int part = part_from(batch + n);
-            const float2* states = states_of(params, part, wg);
-            const float* numbers = part_of(params, part, wg) + threadIdx.x;
+            const float2* states = states_of(params, part, row_group);
+            const float* numbers = part_of(params, part, row_group) + threadIdx.x;
 #pragma unroll
             for (int i = 0; i < kThreadRows; ++i)
                 state[n][i] = is_there ? states[query[i]] : make_float2(-kInfinity, 0.0f);
@@ -89,5 +91,5 @@ extern "C" __global__ void __launch_bounds__(kThreads, kOwnRows == 8 ? 4 : 2)
                 }
         }
     }
-    store_results(params, walk, wg, smem_address(rows), o, m, sum, warp_idx, 1);
+    store_results(params, walk, row_group, smem_address(rows), o, m, sum, warp_idx, 1);
 }

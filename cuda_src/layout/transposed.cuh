@@ -5,7 +5,7 @@
 #include "common/types.cuh"
 #include "ptx/sync.cuh"
 
-// The thread's query i, and the accumulator of its first row; that of the second is two behind.
+// The thread's query i, and the accumulator of its first row. The second row's comes two after it.
 __device__ __forceinline__ int query_of(int i) { return 8 * (i / 2) + lane_index() % 4 * 2 + i % 2; }
 __device__ __forceinline__ constexpr int accumulator_of(int i) { return i / 2 * 4 + i % 2; }
 

@@ -187,8 +187,10 @@ struct Walk {
         ++pair;
         return true;
     }
-    // The first row of a warpgroup's in the pair.
-    __device__ __forceinline__ int first_row(int wg) const { return tile * kTileRows + wg * kOwnRows; }
+    // The first row of a group, of kRowGroups, among the rows of its request and KV head.
+    __device__ __forceinline__ int first_row(int row_group) const {
+        return tile * kTileRows + row_group * kOwnRows;
+    }
 };
 
 // A query row of a pair.

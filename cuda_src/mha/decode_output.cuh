@@ -18,11 +18,12 @@ using Output = float[kVChunks][kAccumulators];
 
 constexpr int kPartFloats = kVChunks * kAccumulators * 128;  // of a group of rows
 
-__device__ __forceinline__ float* part_of(const Params& params, int part, int wg) {
-    return params.o_parts + (static_cast<i64>(part) * kRowGroups + wg) * kPartFloats;
+__device__ __forceinline__ float* part_of(const Params& params, int part, int row_group) {
+    return params.o_parts + (static_cast<i64>(part) * kRowGroups + row_group) * kPartFloats;
 }
-__device__ __forceinline__ float2* states_of(const Params& params, int part, int wg) {
-    return reinterpret_cast<float2*>(params.states) + (static_cast<i64>(part) * kRowGroups + wg) * kOwnRows;
+__device__ __forceinline__ float2* states_of(const Params& params, int part, int row_group) {
+    return reinterpret_cast<float2*>(params.states) +
+           (static_cast<i64>(part) * kRowGroups + row_group) * kOwnRows;
 }
 
 // Packs 64 transposed rows (tokens or columns of V) to 16 bits, and stores them to a tile of query rows.
@@ -59,12 +60,12 @@ __device__ __forceinline__ void store_columns(u32 tile, const float (&o)[kAccumu
     }
 }
 
-// Divides O by the sums and stores it with lse. `m` and `sum` are the thread's; `rows`: shared memory of the
-// warpgroup, which `barrier` is of.
-__device__ __forceinline__ void store_results(const Params& params, const Walk& walk, int wg, u32 rows,
+// Divides O by the sums and stores it with lse. `m` and `sum` are the thread's; `rows` is shared memory of
+// the warpgroup, and `barrier` its named barrier.
+__device__ __forceinline__ void store_results(const Params& params, const Walk& walk, int row_group, u32 rows,
                                               Output& o, const float (&m)[kThreadRows],
                                               const float (&sum)[kThreadRows], int warp_idx, int barrier) {
-    const int first_row = walk.first_row(wg);
+    const int first_row = walk.first_row(row_group);
     const bool segments = params.cu_seqlens_q != nullptr;
 #pragma unroll
     for (int i = 0; i < kThreadRows; ++i) {

@@ -93,9 +93,9 @@ struct Params {
     int rotary_dim, rotary_rows, rotary_interleaved;
     int rotates_by_token;  // query i is at the position of new token i, else at the first one's
     int alibi_stride_b, sink_dtype;
-    int max_tiles;    // of the longest request
-    int most_tokens;  // longer requests have their results from mha_forward.cu
-    int is_whole;     // a CTA attends a whole pair, whatever the batch
+    int max_tiles;      // of the longest request
+    int most_tokens;    // longer requests have their results from mha_forward.cu
+    int is_whole;       // a CTA attends a whole pair, whatever the batch
     float scale_log2;   // of scores in base 2; with a softcap its factor after tanh
     float score_scale;  // softcap: before tanh
 };
@@ -103,10 +103,11 @@ struct Params {
 struct SharedMemoryPlan {
     alignas(1024) unsigned char k[kStages][kKTiles * Keys::kBytes];
     unsigned char v[kStages][kVTiles * Keys::kBytes];
-    unsigned char rows[kMathGroups]
-                      [kRowChunks * Rows::kBytes];  // Q, then O (with tokens shared, O as floats)
+    // Q, then O in 16 bits. In between, where warpgroups share tokens, O of warpgroup 1 as floats.
+    unsigned char rows[kMathGroups][kRowChunks * Rows::kBytes];
     unsigned char p[kMathGroups][kOwnTiles * Rows::kBytes];
-    float of_warps[kMathGroups][4][kOwnRows];  // maxima, and at the end sums
+    // Maxima, and at the end sums; after these, where warpgroups share tokens, both of warpgroup 1.
+    float of_warps[kMathGroups][4][kOwnRows];
     u64 bar_k_full[kStages], bar_k_free[kStages];
     u64 bar_v_full[kStages], bar_v_free[kStages];
     Share share;

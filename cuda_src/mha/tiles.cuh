@@ -209,9 +209,6 @@ struct TileScheduler {
             tile.offset = max_int(tile.k_len - tile.q_len, 0);
             if (!params.own_in_cache) tile.k_len = tile.offset + tile.q_len;
         } else {
-            const Segment k(params.cu_seqlens_k, request, params.total_k, params.seqlen_k);
-            tile.k_begin = k.begin;
-            tile.k_len = used_tokens(params.seqused_k, request, k.count);
 #if PAGE_ROWS
             const Segment fresh(params.cu_seqlens_new, request, params.total_new, params.seqlen_new);
             int cached = params.seqlen_k;
@@ -222,6 +219,10 @@ struct TileScheduler {
             }
             tile.k_begin = 0;
             tile.k_len = clamp_int(min_int(cached, params.seqlen_k) + fresh.count, 0, params.seqlen_k);
+#else
+            const Segment k(params.cu_seqlens_k, request, params.total_k, params.seqlen_k);
+            tile.k_begin = k.begin;
+            tile.k_len = used_tokens(params.seqused_k, request, k.count);
 #endif
             tile.offset = tile.k_len - tile.q_len;
         }

@@ -163,10 +163,11 @@ def flash_attn_with_kvcache(
     Notes
     -----
     Allocates the copies that are named above, the results, and scratch of at most multiprocessors *
-    (128 * (d_v, rounded up to 64, + 2) + 5) * 4 bytes, with the framework of `q`. Enqueues the copies and two
-    kernels, or one with num_splits 1, on its current stream. Never synchronises, never reads a length or a
-    table on the host. Nothing is launched without requests, or without query and new tokens. There is no
-    backward.
+    (128 * (d_v, rounded up to 64, + 2) + 5) * 4 bytes, twice as much with more than 64 query rows (tokens
+    times h_q / h_kv) of a request, with the framework of `q`. Enqueues the copies and two kernels, or one
+    with num_splits 1, up to four with more than 64 query rows, on its current stream. Never synchronises,
+    never reads a length or a table on the host. Nothing is launched without requests, or without query and
+    new tokens. There is no backward.
 
     Inside a CUDA-graph capture the call allocates from the capture's pool (torch) and never compiles: a
     kernel that neither `rawmla.warmup("kvcache", ...)` nor `rawmla.warmup_call` has loaded is a

@@ -14,7 +14,7 @@ from .common import CHUNK, DTYPES, FLOAT_DTYPES, LOG2_E, ceil_div, divisor, fiel
 TILE_ROWS = (8, 16, 32, 64)
 """Query rows that a CTA attends at once."""
 _WIDE = 192
-"""Largest head dimension of V of which O leaves room for as many rows as there are."""
+"""Largest head dimension of V with which a tile may have all its rows: O is in registers."""
 _BARRIER_BYTES = 1024
 """Shared memory for barriers and what else is small."""
 _MOST_SPARE = 0.05
@@ -169,8 +169,9 @@ def teams_of(h_kv: int, tiles: int, sm_count: int) -> tuple[int, int]:
     """How many teams of CTAs there are, and how many KV heads they attend side by side; ``tiles`` are of all
     requests.
 
-    Teams are as large as leaves few multiprocessors without a CTA, and as many as have whole tiles or equal
-    parts of one, if requests have one length.
+    A team is as large as it can be while few multiprocessors have no CTA. Of the numbers of teams that leave
+    few without one, the largest is taken with which each team has whole tiles, or an equal part of one tile,
+    if requests have one length; else the largest.
     """
     most_spare = int(_MOST_SPARE * sm_count)
     team = next(
