@@ -231,6 +231,18 @@ def test_queries_that_are_no_numbers(emulator: Emulator, spoiler: float, cache_d
         assert bool(out[0, 0, 0].isfinite().all()) and bool(out[1].isfinite().all())
 
 
+@pytest.mark.parametrize(
+    "hidden", ({"window_size": (3, 0)}, {"cache_leftpad": torch.tensor([12]).int()}), ids=str
+)
+def test_new_tokens_that_no_query_sees(emulator: Emulator, hidden: dict[str, Any]) -> None:
+    """They are appended whatever they hold, and do not reach results."""
+    case = KvCacheCase((4,), s_q=1, new=20, h_q=1, h_kv=1, page=None)
+    inputs = make_kvcache_inputs(case, "cpu")
+    inputs.v[0, :5] = nan
+    out, _ = kvcache_call(inputs).run(**hidden)
+    assert bool(out.isfinite().all()) and bool(inputs.v_cache[0, 4:9].isnan().all())
+
+
 # ---- lists of blocks that a user wrote
 
 

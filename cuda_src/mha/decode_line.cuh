@@ -18,7 +18,8 @@ struct Request {
     int new_begin, new_len;  // tokens of k_new
     int cached;              // tokens in the cache: the first new one's position. May be negative
     int length;              // of all keys
-    int first_key;           // the first position that is loaded
+    int first_seen;          // the first position that a query sees
+    int first_key;           // the first position that is loaded: new tokens are, whoever sees them
     int first_block, blocks, tiles;
     int pairs;  // of a CTA of a team
 
@@ -38,9 +39,9 @@ struct Request {
         length = clamp_int(cached + new_len, 0, capacity);
         // The last query sees the last key, whatever the window is on the right.
         const int leftpad = params.cache_leftpad == nullptr ? 0 : params.cache_leftpad[request];
-        first_key = min_int(max_int(max_int(leftpad, 0), length - q_len - params.window_left), length);
-        if (q_len == 0) first_key = length;
-        if (new_len > 0) first_key = min_int(first_key, max_int(cached, 0));
+        first_seen = min_int(max_int(max_int(leftpad, 0), length - q_len - params.window_left), length);
+        if (q_len == 0) first_seen = length;
+        first_key = new_len > 0 ? min_int(first_seen, max_int(cached, 0)) : first_seen;
         first_block = first_key / kBlockTokens;
         blocks = max_int(ceil_div(length, kBlockTokens) - first_block, 1);  // one that writes zeros
         tiles = ceil_div(q_len * params.group, kTileRows);

@@ -152,7 +152,8 @@ class BlockLoader {
         }
     }
     // A new token, or zeros past the last one: to shared memory, and to the cache by the CTA that has the
-    // first tile. Loads of K and V are on their way together.
+    // first tile. Loads of K and V are on their way together. V that no query sees is zeros in shared memory:
+    // it may hold NaN.
     __device__ __forceinline__ void append(const Walk& walk, int key, u64 k_row, u64 v_row, u32 k_at,
                                            u32 v_at) const {
         const Request& request = walk.request;
@@ -184,7 +185,7 @@ class BlockLoader {
             k_units[tile] = load_rotated(params, k_src, 8 * tile + unit, position);
 #endif
         }
-        const bool is_kept = k_row % 2 == 0 && walk.tile == 0;
+        const bool is_kept = k_row % 2 == 0 && walk.tile == 0, is_seen = key >= request.first_seen;
 #pragma unroll
         for (int tile = 0; tile < kKTiles; ++tile) {
             if (is_kept && has(tile, params.d_qk)) units_of(k_row)[8 * tile] = k_units[tile];
@@ -193,7 +194,7 @@ class BlockLoader {
 #pragma unroll
         for (int tile = 0; tile < kVTiles; ++tile) {
             if (is_kept && has(tile, params.d_v)) units_of(v_row)[8 * tile] = v_units[tile];
-            store_shared_16(v_at + tile * Keys::kBytes, v_units[tile]);
+            store_shared_16(v_at + tile * Keys::kBytes, is_seen ? v_units[tile] : make_uint4(0, 0, 0, 0));
         }
     }
 };

@@ -247,13 +247,13 @@ def _check_call(
     check_softcap(softmax_scale, options.softcap)
 
     total_q = q[1][-3]
-    max_seqlen_q = total_q if options.max_seqlen_q is None else min(options.max_seqlen_q, total_q)
+    longest = total_q if options.max_seqlen_q is None else options.max_seqlen_q
     cache = _cache_fields(arrays, sizes)
     left, right = options.window
     # A window that hides nothing is none: then queries are not rotated by their positions.
     if left >= cache["block_size"] * cache["table_columns"] - 1:
         left = NO_BOUND
-    if right >= max_seqlen_q - 1:
+    if right >= longest - 1:
         right = NO_BOUND
     if options.causal:
         right = 0
@@ -267,7 +267,7 @@ def _check_call(
     angles = [view is not None and _is_scattered(view) for view in (arrays.rotary_cos, arrays.rotary_sin)]
     fields = dict(
         device=q[4], dtype="bfloat16" if q_fp8 else q[3], b=b, h_q=h_q, h_kv=h_kv, d_qk=d_qk, d_v=d_v,
-        varlen_q=varlen_q, varlen_new=varlen_new, max_seqlen_q=max_seqlen_q, total_q=total_q,
+        varlen_q=varlen_q, varlen_new=varlen_new, max_seqlen_q=min(longest, total_q), total_q=total_q,
         seqlen_new=sizes.get("s_new", sizes.get("total_new", 0)),
         total_new=sizes.get("s_new", sizes.get("total_new", 0)),
         q_strides=q_strides, k_new_strides=new_strides[0], v_new_strides=new_strides[1], **cache,
