@@ -128,10 +128,10 @@ struct RowPieces : PieceKeys {
     // All but `rows`.
     template <int kThreads>
     __device__ __forceinline__ static void trim(unsigned char* v, const KeyInterval& rows, int thread) {
-        constexpr int kUnits = kDimV / 8;  // of a row
+        constexpr int kRowUnits = kDimV / 8;
 #pragma unroll 1
-        for (int i = thread; i < kTileKeys * kUnits; i += kThreads) {
-            const int row = i / kUnits, unit = i % kUnits;
+        for (int i = thread; i < kTileKeys * kRowUnits; i += kThreads) {
+            const int row = i / kRowUnits, unit = i % kRowUnits;
             if (row >= rows.begin && row < rows.end) continue;
             unsigned char* piece = v + row / kPieceTokens * kPieceBytesV + unit / 8 * Piece::kBytes;
             const u32 offset = row % kPieceTokens * Piece::kRowBytes + unit % 8 * 16;
