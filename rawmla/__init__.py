@@ -37,12 +37,14 @@ _MODULE_OF = {
     "flash_attn_varlen_func": "api.dense",
     "flash_attn_varlen_kvpacked_func": "api.dense",
     "flash_attn_varlen_qkvpacked_func": "api.dense",
+    "flash_attn_with_kvcache": "api.kvcache",
     "flash_mla_sparse_fwd": "api.sparse_prefill",
     "flash_mla_with_kvcache": "api.decode",
     "flex_attention": "api.flex",
     "flex_attention_backward": "api.flex",
     "gather_kv_cache": "api.cache",
     "get_mla_metadata": "api.plan",
+    "install_flash_attn": "compat",
     "install_flash_mla": "compat",
     "merge_attn_states": "api.cache",
     "noop_mask": "flex.block_mask",
@@ -50,6 +52,8 @@ _MODULE_OF = {
     "quantize_k_cache": "api.cache",
     "reference": "",
     "trace_mod": "api.flex",
+    "transformers": "",
+    "uninstall_flash_attn": "compat",
     "uninstall_flash_mla": "compat",
     "warmup": "preload",
     "warmup_call": "preload",
@@ -61,15 +65,19 @@ __all__ = ["__version__", *_MODULE_OF]  # noqa: PLE0604
 if TYPE_CHECKING:  # for type checkers, which do not follow the table
     from . import compat as compat
     from . import reference as reference
+    from . import transformers as transformers
     from .api.cache import *  # noqa: F403
     from .api.decode import *  # noqa: F403
     from .api.dense import *  # noqa: F403
     from .api.dense_backward import *  # noqa: F403
     from .api.flex import *  # noqa: F403
+    from .api.kvcache import *  # noqa: F403
     from .api.plan import *  # noqa: F403
     from .api.prefix import *  # noqa: F403
     from .api.sparse_prefill import *  # noqa: F403
+    from .compat import install_flash_attn as install_flash_attn
     from .compat import install_flash_mla as install_flash_mla
+    from .compat import uninstall_flash_attn as uninstall_flash_attn
     from .compat import uninstall_flash_mla as uninstall_flash_mla
     from .errors import *  # noqa: F403
     from .flex.block_mask import BlockMask as BlockMask

@@ -1,5 +1,5 @@
-"""Command line: ``python -m rawmla info``, ``doctor``, ``compile [--all | --only REGEX] [--out DIR]`` and
-``flash-mla -- script.py``.
+"""Command line: ``python -m rawmla info``, ``doctor``, ``compile [--all | --only REGEX] [--out DIR]``,
+``flash-mla -- script.py`` and ``flash-attn -- script.py``.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
+from typing import NoReturn
 
 from rawmla import __version__
 from rawmla.errors import CompileError, RawMLAError
@@ -80,11 +81,43 @@ def main(argv: Sequence[str] | None = None) -> int:
         choices=("object", "tensors"),
         help="what flash_mla.get_mla_metadata(...) returns: a plan object (default) or two tensors",
     )
+    attending = commands.add_parser(
+        "flash-attn",
+        help="run a program whose flash_attn is rawmla",
+        usage="%(prog)s [-h] [--fa 2,3] [--dropout {error,ignore}] (--path | --check | --wheel DIR | "
+        "--kernels DIR | -- script.py [args])",
+        description="Run a Python program in which `import flash_attn` and `import flash_attn_interface` "
+        "give rawmla, also in processes that it starts. After -- comes what would follow `python`: a script, "
+        "or -m and a module, and arguments.",
+    )
+    attending.add_argument(
+        "--fa",
+        type=_versions,
+        default=(2, 3),
+        metavar="2,3",
+        help="generations of FlashAttention, by default 2 (flash_attn) and 3 (flash_attn_interface); 4 is "
+        "flash_attn.cute",
+    )
+    attending.add_argument("--dropout", choices=("error", "ignore"), help="what a dropout_p above 0 does")
+    attending.add_argument("--path", action="store_true", help="print the folders for PYTHONPATH")
+    attending.add_argument("--check", action="store_true", help="print what transformers' checks answer")
+    attending.add_argument(
+        "--wheel",
+        type=Path,
+        metavar="DIR",
+        help="write wheels for this machine, for packages that require flash-attn",
+    )
+    attending.add_argument(
+        "--kernels",
+        type=Path,
+        metavar="DIR",
+        help="write folders for Hugging Face's kernels library and print the value of LOCAL_KERNELS",
+    )
     given = list(sys.argv[1:] if argv is None else argv)
     end = given.index("--") if "--" in given else len(given)
     program = given[end + 1 :]
     arguments, unknown = parser.parse_known_args(given[:end])
-    if program and arguments.command != "flash-mla":
+    if program and arguments.command not in ("flash-mla", "flash-attn"):
         unknown += ["--", *program]
     if unknown:  # first: a command may be missing as well
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -101,6 +134,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             if arguments.path and arguments.api:
                 running.error("--api goes with a program; beside --path set RAWMLA_FLASH_MLA_API")
             return _flash_mla(program, arguments.api)
+        if arguments.command == "flash-attn":
+            wanted = (arguments.path, arguments.check, arguments.wheel, arguments.kernels, program)
+            if sum(map(bool, wanted)) != 1:
+                attending.error("expected --path, --check, --wheel, --kernels, or -- before a program")
+            if arguments.dropout and not program:
+                attending.error("--dropout goes with a program; else set RAWMLA_FLASH_ATTN_DROPOUT")
+            return _flash_attn(program, arguments)
         return _compile(every=arguments.all, only=arguments.only, out=arguments.out)
     except (RawMLAError, OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -143,13 +183,46 @@ def _flash_mla(program: Sequence[str], api: str | None) -> int:
     if not program:
         print(compat.SITE)
         return 0
-    folders = [os.fspath(compat.SITE)]
+    _run([os.fspath(compat.SITE)], program, {} if api is None else {"RAWMLA_FLASH_MLA_API": api})
+
+
+def _versions(text: str) -> tuple[int, ...]:
+    """Return the value of --fa; argparse shows the error's text."""
+    from rawmla.compat.flash_attn.install import as_versions
+
+    try:
+        return as_versions(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected some of 2, 3 and 4, as in 2,3, got {text!r}") from None
+
+
+def _flash_attn(program: Sequence[str], arguments: argparse.Namespace) -> int:
+    from rawmla.compat.flash_attn import check, exports
+    from rawmla.compat.flash_attn.install import folders
+
+    places = folders(arguments.fa)
+    if program:
+        mode = arguments.dropout
+        _run(places, program, {"RAWMLA_FLASH_ATTN_DROPOUT": mode} if mode else {})
+    if arguments.wheel:
+        lines = [os.fspath(wheel) for wheel in exports.write_wheels(arguments.wheel, arguments.fa)]
+    elif arguments.kernels:
+        lines = [exports.write_kernels(arguments.kernels)]
+    elif arguments.check:
+        sys.path[:0] = places
+        lines = list(check.answers())
+    else:
+        lines = [os.pathsep.join(places)]
+    print(*lines, sep="\n")
+    return 0
+
+
+def _run(folders: list[str], program: Sequence[str], variables: dict[str, str]) -> NoReturn:
+    """Run a program that finds modules in these folders first, and whose environment has these variables."""
     package = Path(__file__).resolve().parents[1]
     if os.fspath(package) not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
         folders.append(os.fspath(package))  # a checkout: found here because it is the current folder
-    environment = {**os.environ}
-    if api is not None:
-        environment["RAWMLA_FLASH_MLA_API"] = api
+    environment = {**os.environ, **variables}
     if environment.get("PYTHONPATH"):
         folders.append(environment["PYTHONPATH"])
     environment["PYTHONPATH"] = os.pathsep.join(folders)

@@ -43,6 +43,7 @@ def warmup(
     mha_head_dims: Iterable[tuple[int, int]] | None = None,
     mha_backward_head_dims: Iterable[tuple[int, int]] | None = None,
     prefix_head_dims: Iterable[int] | None = None,
+    kvcache_head_dims: Iterable[tuple[int, int]] | None = None,
     device: int | None = None,
 ) -> None:
     """Compile kernels ahead of time, or take them from the disk cache, and load them.
@@ -56,9 +57,9 @@ def warmup(
         What to load the kernels of: "dense_decode", "sparse_decode", "sparse_prefill", "cache" (writing,
         reading, quantising), "indices" (`convert_indices`), "merge" (`merge_attn_states`), "metadata"
         (`get_mla_metadata`), "mha" (`flash_attn_func` and its varlen forms), "mha_backward" (their
-        gradients), "prefix" (`context_attention_fwd`), "flex" (lists of block masks; `warmup_call` loads the
-        kernels of `flex_attention` and `create_block_mask`, of which functions are a part). None named: all
-        of them, as far as the options below select any.
+        gradients), "prefix" (`context_attention_fwd`), "kvcache" (`flash_attn_with_kvcache`), "flex" (lists
+        of block masks; `warmup_call` loads the kernels of `flex_attention` and `create_block_mask`, of which
+        functions are a part). None named: all of them, as far as the options below select any.
     dtypes : iterable of str, optional
         dtypes of q and the cache in dense decoding, of what is merged, of the arrays of MHA, and of q in
         prefix prefill: "bfloat16", "float16". None: "bfloat16".
@@ -85,6 +86,10 @@ def warmup(
         Head dimensions of prefix prefill, each 1 to 256, over caches in vLLM's layout with blocks of a
         multiple of 16 tokens or over e4m3 caches; `warmup_call` loads what other caches, slopes or FP8
         output need. None: 64 and 128 if "prefix" is named, else none.
+    kvcache_head_dims : iterable of pairs of int, optional
+        Head dimensions (d_qk, d_v) of attention over caches, for any number of query tokens; `warmup_call`
+        loads what a softcap or slopes need. None: the pairs of `mha_head_dims` if "kvcache" is named, else
+        none.
     device : int, optional
         Device ordinal; None is the current device.
 
@@ -113,6 +118,7 @@ def warmup(
         operations, dtypes=dtypes, d_qk=d_qk, page_block_sizes=page_block_sizes,
         sparse_formats=sparse_formats, prefill_formats=prefill_formats, mha_head_dims=mha_head_dims,
         mha_backward_head_dims=mha_backward_head_dims, prefix_head_dims=prefix_head_dims,
+        kvcache_head_dims=kvcache_head_dims,
     )  # fmt: skip
     if device is None:
         device = jit.current_device()

@@ -12,6 +12,7 @@ from rawmla.kernels import (
     flex_captured,
     mha_backward,
     mha_combine,
+    mha_decode,
     mha_forward,
     mla_cache_gather,
     mla_cache_write,
@@ -27,7 +28,7 @@ from rawmla.kernels import (
 DENSE_DECODE = ("mla_dense_decode", "mla_dense_decode_few_rows")
 SPARSE_DECODE = ("mla_sparse_fp8", "mla_sparse_fp8_cluster", "mla_sparse_fp8_few_heads", "mla_sparse_bf16")
 
-# By kernel, and by whether the variant is one for prefill
+# By kernel, and by whether the variant is one for prefill, or for a cache of rows
 PARAMS: dict[tuple[str, bool], ParamStruct] = {
     ("block_mask_lists", False): block_mask.LISTS_PARAMS,
     ("block_mask_ranks", False): block_mask.RANKS_PARAMS,
@@ -39,7 +40,10 @@ PARAMS: dict[tuple[str, bool], ParamStruct] = {
     ("mha_backward_finish", False): mha_backward.FINISH_PARAMS,
     ("mha_backward_prepare", False): mha_backward.PREPARE_PARAMS,
     ("mha_combine", False): mha_combine.PARAMS,
+    ("mha_decode", False): mha_decode.PARAMS,
+    ("mha_decode_combine", False): mha_decode.PARAMS,
     ("mha_forward", False): mha_forward.params_of(),
+    ("mha_forward", True): mha_forward.params_of(has_rows=True),
     ("mla_cache_gather", False): mla_cache_gather.PARAMS,
     ("mla_cache_write", False): mla_cache_write.PARAMS,
     ("mla_convert_indices", False): mla_convert_indices.PARAMS,
@@ -54,8 +58,9 @@ PARAMS: dict[tuple[str, bool], ParamStruct] = {
 
 
 def family(spec: KernelSpec) -> tuple[str, bool]:
-    """The kernel of a variant, and whether it is one for prefill."""
-    return spec.name, bool(dict(spec.defines).get("MAX_LOGITS"))
+    """The kernel of a variant, and whether it is one for prefill, or for a cache of rows."""
+    defines = dict(spec.defines)
+    return spec.name, bool(defines.get("MAX_LOGITS") or defines.get("PAGE_ROWS"))
 
 
 def read_params(spec: KernelSpec, params: bytes) -> dict[str, Any]:

@@ -16,6 +16,8 @@ from rawmla.jit import KernelSpec
 from rawmla.kernels import all_specs, block_mask, mha_backward_variants, mha_forward_variants
 from rawmla.kernels.flex_captured import IN_ANY_ORDER, IN_DIGITS, IN_UNITS, LARGEST, captured_spec
 from rawmla.kernels.mha_backward_variants import Needs, forms_of, references_spec, specs
+from rawmla.kernels.mha_decode import TILE_ROWS, Features
+from rawmla.kernels.mha_decode import specs as decode_specs
 
 SPECS = all_specs()
 BY_KERNEL = {family(spec): spec for spec in reversed(SPECS)}
@@ -57,6 +59,17 @@ QUICK_BACKWARD = (
     *specs("bfloat16", 128, 128)[::2],
     mha_backward_variants.CLEAR_SPEC,
 )
+
+# ---- attention over caches
+
+DECODE = [
+    spec
+    for dims in (*DIMS, (48, 80))
+    for rows in TILE_ROWS
+    for features in (Features(True, True), Features(cache_fp8=True), Features(True, True, True, True))
+    for spec in decode_specs("bfloat16", rows, *dims, features)
+]
+QUICK_DECODE = decode_specs("bfloat16", 64, 128, 128, Features(True, True, True, True))
 
 # ---- flex attention: score and mask functions
 
@@ -190,11 +203,11 @@ QUICK_FLEX = {
     f"flex captured (128, 128) factor {IN_DIGITS}",
 }
 
-VARIANTS: dict[str, KernelSpec] = {spec.label: spec for spec in (*SPECS, *BACKWARD)} | FLEX
+VARIANTS: dict[str, KernelSpec] = {spec.label: spec for spec in (*SPECS, *BACKWARD, *DECODE)} | FLEX
 # Sparse attention as for prefill, which has more to do.
 QUICK: set[str] = (
     QUICK_FLEX
-    | {spec.label for spec in QUICK_BACKWARD}
+    | {spec.label for spec in (*QUICK_BACKWARD, *QUICK_DECODE)}
     | {
         spec.label
         for (name, prefill), spec in BY_KERNEL.items()

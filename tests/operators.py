@@ -150,8 +150,12 @@ def kind_of(x: Any) -> tuple[Any, ...]:
 
 
 def check_operator(op: Any, args: tuple[Any, ...]) -> None:
-    """Check that an operator does what its schema and its implementation for fake tensors say."""
-    torch.library.opcheck(op, copies(args), test_utils="test_schema")
+    """Check that an operator does what its schema and its implementation for fake tensors say.
+
+    The check of the schema multiplies tensors, which torch cannot do with FP8.
+    """
+    if not any(isinstance(x, torch.Tensor) and x.dtype == torch.float8_e4m3fn for x in tree_leaves(args)):
+        torch.library.opcheck(op, copies(args), test_utils="test_schema")
     with FakeTensorMode() as mode:
         fake = op(*tree_map_only(torch.Tensor, mode.from_tensor, args))
     for one, other in zip(tree_leaves(fake), tree_leaves(op(*args)), strict=True):

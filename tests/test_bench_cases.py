@@ -18,8 +18,8 @@ sys.path.insert(0, str(ROOT / "scripts"))
 import json  # noqa: E402
 
 import rawmla  # noqa: E402
-from bench import dense, families, flex, measure, mla, prefix, tables, timing  # noqa: E402
-from bench.cases import CUDNN, FLASH_ATTENTION_4, OURS, Prepared  # noqa: E402
+from bench import dense, families, flash_attention_3, flex, kvcache, measure, mla, prefix, tables, timing  # noqa: E402
+from bench.cases import CONTIGUOUS, CUDNN, FLASH_ATTENTION_3, FLASH_ATTENTION_4, OURS, Prepared  # noqa: E402
 from bench.families import named  # noqa: E402
 from rawmla import reference  # noqa: E402
 
@@ -30,7 +30,7 @@ STORED = [row for rows in PEERS.values() if isinstance(rows, list) for row in ro
 def test_names() -> None:
     """Every case has one name and one family."""
     names = [name for family in families.FAMILIES for name in families.expanded(family.names)]
-    assert len(names) == len(set(names)) == len(families.table()) == 215
+    assert len(names) == len(set(names)) == len(families.table()) == 243
     assert [case.id for case in families.select(None)] == names
 
 
@@ -54,6 +54,9 @@ def test_counts_agree_with_published_rates() -> None:
         ("mha-b1-s8-h16-d128-causal-window2-bf16-fixed", 2 * 16 * 21 * 256, 2 * 8 * 32 * 256),
         ("mha-backward-b2-s8-h16-d192v128-causal-bf16-fixed", 2048 * 832, 64 * (32 * 320 + 16)),
         ("prefix-b2-q4-ctx10-h32kv8-d128-fp8page16-window3-fp8out", 2**14 * 24, 2**10 * (96 + 32 + 8)),
+        ("kvcache-b2-q3-k100-h8kv2-d64-fp8-page16", 2**11 * 2 * (300 - 3), 2**7 * (2 * 200 + 2 * 48)),
+        ("kvcache-b3-q1-k9-h4kv2-d64-bf16-contiguous-first2q4", 2**10 * 69, 2**7 * (2 * 2 * 27 + 2 * 36)),
+        ("kvcache-b2-q1-k100-h8kv2-d64-bf16-page1-append", 2**11 * 200, 2**7 * (4 * 200 + 4 * 10)),
         ("flex-b2-s256-h16-d128-causal", 4 * 128 * 16 * 2 * 3 * 128**2, 2 * 256 * 512 * 32),
         ("flex-b2-s384-h16-d128-window1-lse-max", 4 * 128 * 16 * 2 * 5 * 128**2, None),
         ("flex-b2-s384-h16-d128-documents100", 4 * 128 * 16 * 2 * 5 * 128**2, None),
@@ -76,6 +79,8 @@ def test_drawn_lengths() -> None:
     for case in list(families.select("^mha-b[0-9]")):
         queries, keys = (sum(each) for each in zip(*case.lengths(), strict=True))
         assert queries == pytest.approx(case.b * case.s, abs=case.b) and keys >= queries
+    cached = named("kvcache-b32-q8-k4096-h32kv8-d128-bf16-page16-ragged").keys
+    assert sum(cached) == pytest.approx(32 * 4096, abs=64) and 8 <= min(cached) < max(cached) > 6000
     ragged = named("prefix-b8-q1024-ctx8192-h32kv8-d128-bf16page16-ragged").query_lengths()
     assert (min(ragged), max(ragged), sum(ragged) // 8) == (1, 2048, 1024)
     for case in list(families.select("^sparse-model1.*-lengths")):
@@ -124,6 +129,7 @@ def on_host(monkeypatch: pytest.MonkeyPatch, times: float = 1.0) -> list[tuple[s
     """
     called: list[tuple[str, dict[str, Any]]] = []
     names = ["flash_mla_with_kvcache", "flash_mla_sparse_fwd", "context_attention_fwd", "gather_kv_cache"]
+    names += ["flash_attn_with_kvcache"]
     names += [f"flash_attn_{kind}" for kind in ("func", "backward", "varlen_func", "varlen_backward")]
     functions = {name: getattr(reference, name) for name in names} | {
         "get_mla_metadata": lambda *args, **options: (None, None),
@@ -149,7 +155,7 @@ def on_host(monkeypatch: pytest.MonkeyPatch, times: float = 1.0) -> list[tuple[s
     for name, function in functions.items():
         monkeypatch.setattr(rawmla, name, replaced(name, function), raising=False)
     monkeypatch.setattr(mla, "rotated_sets", lambda case: 2)
-    for kind in (mla.DecodeCase, mla.SparseCase, mla.PrefillCase):
+    for kind in (mla.DecodeCase, mla.SparseCase, mla.PrefillCase, kvcache.KvCacheCase):
         make: Any = kind.make_inputs
         monkeypatch.setattr(kind, "make_inputs", lambda self, sets=1, make=make: make(self, sets, "cpu"))
     for kind in (dense.DenseCase, prefix.PrefixCase, flex.FlexCase):
@@ -175,6 +181,12 @@ CASES = (
     f"mha-backward-b2-{MHA}-causal-sink-bf16-fixed",
     f"mha-backward-b2-{MHA}-softcap1-bf16-fixed",
     f"mha-backward-b3-{MHA}-causal-window3-bf16-varlen",
+    "kvcache-b2-q2-k75-h4kv2-d32-bf16-page16",
+    "kvcache-b3-q1-k75-h4kv2-d32-fp8-page1-ragged",
+    "kvcache-b2-q2-k40-h4kv2-d32-bf16-page16-append",
+    "kvcache-b3-q1-k40-h4kv2-d32-bf16-contiguous-append",
+    "kvcache-b2-q20-k75-h4kv2-d32-bf16-page16-segments",
+    "kvcache-b3-q1-k75-h4kv2-d32-bf16-contiguous-first2q20",
     "prefix-b2-q20-ctx37-h4kv2-d32-bf16page16",
     "prefix-b2-q20-ctx37-h4kv2-d32-fp8page16-window9-alibi-ragged",
     "prefix-b2-q20-ctx2000-h4kv2-d32-bf16page16-sink-fp8out",
@@ -260,6 +272,86 @@ def test_libraries_beside(monkeypatch: pytest.MonkeyPatch) -> None:
             other.cudnn(other.make_inputs("cpu"))
 
 
+OPERATORS_OF_VLLM = (
+    "get_scheduler_metadata(int batch_size, int max_seqlen_q, int max_seqlen_k, int num_heads,"
+    "int num_heads_k, int headdim, int headdim_v, ScalarType qkv_dtype, Tensor seqused_k,"
+    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? cu_seqlens_k_new, Tensor? seqused_q,"
+    "Tensor? leftpad_k, int? page_size, int max_seqlen_k_new, bool is_causal, int window_size_left,"
+    "int window_size_right, bool has_softcap, int num_splits, bool? pack_gqa, int sm_margin) -> Tensor",
+    "fwd(Tensor! q, Tensor k, Tensor v, Tensor? k_new, Tensor? v_new, Tensor? q_v, Tensor!? out,"
+    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? cu_seqlens_k_new, Tensor? seqused_q,"
+    "Tensor? seqused_k, int? max_seqlen_q, int? max_seqlen_k, Tensor? page_table, Tensor? kv_batch_idx,"
+    "Tensor? leftpad_k, Tensor? rotary_cos, Tensor? rotary_sin, Tensor? seqlens_rotary,"
+    "Tensor? q_descale, Tensor? k_descale, Tensor? v_descale, float softmax_scale, bool is_causal,"
+    "int window_size_left, int window_size_right, float softcap, bool is_rotary_interleaved,"
+    "Tensor? scheduler_metadata, int num_splits, bool? pack_gqa, int sm_margin, Tensor? s_aux,"
+    "int cp_world_size, int cp_rank, Tensor? cp_tot_seqused_k) -> Tensor[]",
+)
+"""As vLLM's wheel has them."""
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("kvcache")])
+def test_libraries_beside_caches(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each gives the result of the case by its own arguments, and a wrong one is refused."""
+    on_host(monkeypatch)
+    factor = 1.0
+
+    def attend(q: Any, k: Any, v: Any, **given: Any) -> Any:
+        names = {"page_table": "block_table", "seqused_k": "cache_seqlens", "is_causal": "causal"}
+        given = {names.get(key, key): value for key, value in given.items() if key != "max_seqlen_k"}
+        out, lse = reference.flash_attn_with_kvcache(q, k, v, **given)
+        return [factor * out, lse]
+
+    def fwd(*given: Any) -> Any:
+        names = [one.name for one in torch.ops._vllm_fa3_C.fwd.default._schema.arguments]
+        values = dict(zip(names, given, strict=True))
+        assert values["scheduler_metadata"].item() == 7 and values["cu_seqlens_q"] is not None
+        kept = "q k v cu_seqlens_q seqused_k max_seqlen_q page_table is_causal softmax_scale"
+        kept += " q_descale k_descale v_descale"
+        return attend(**{key: values[key] for key in kept.split()})
+
+    library = torch.library.Library("_vllm_fa3_C", "DEF")
+    for schema, function in zip(OPERATORS_OF_VLLM, (lambda *_: torch.tensor(7), fwd), strict=True):
+        library.define(schema)
+        library.impl(schema.partition("(")[0], function, "CPU")
+    monkeypatch.setattr(flash_attention_3, "library", lambda: Path("there"))
+    monkeypatch.setattr(flash_attention_3, "run_alone", lambda name: None)
+    monkeypatch.setattr(torch.ops, "load_library", lambda path: None)
+    module = types.ModuleType("flash_attn.cute")
+    module.flash_attn_varlen_func = attend  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "flash_attn", types.ModuleType("flash_attn"))
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", module)
+    try:
+        case = named(name)
+        peers = case.prepare().peers
+        if "fp8" in name:
+            del peers[FLASH_ATTENTION_4]  # which knows no factors
+        wanted = [] if "append" in name else [FLASH_ATTENTION_3, FLASH_ATTENTION_4][: 1 + ("fp8" not in name)]
+        assert list(peers) == wanted + ([CONTIGUOUS] if "segments" in name else [])
+        for make in peers.values():
+            make()(1)
+        factor = 1.2
+        for library_name in wanted:
+            with pytest.raises(AssertionError, match="has a relative error"):
+                peers[library_name]()
+    finally:
+        library._destroy()
+
+
+def test_the_library_of_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is found in a folder; a call that ends its process is an error with the last line it said."""
+    monkeypatch.setenv(flash_attention_3.SITE, str(tmp_path))
+    with pytest.raises(ImportError, match="names no folder of it"):
+        flash_attention_3.library()
+    path = tmp_path / "vllm" / "vllm_flash_attn" / "_vllm_fa3_C.abi3.so"
+    path.parent.mkdir(parents=True)
+    path.touch()
+    assert flash_attention_3.library() == path
+    monkeypatch.setattr(flash_attention_3, "ALONE", "print('no kernel'); raise SystemExit(1)")
+    with pytest.raises(RuntimeError, match="a case: no kernel"):
+        flash_attention_3.run_alone("a case")
+
+
 def test_a_block_mask_is_checked() -> None:
     case = named("flex-block-mask-causal-s512")
     blocks = torch.ones(4, 4, dtype=torch.int32).tril()
@@ -299,17 +391,20 @@ class FakeTimer:
         return {"us": 30.0, "watts": 700.0}
 
 
-@pytest.mark.parametrize("kind", ("beside", "backward", "alone"))
+@pytest.mark.parametrize("kind", ("beside", "backward", "alone", "in turn"))
 def test_a_row(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Libraries take turns, all timed alike; one is not installed, one fails. A row alone is of one round."""
 
     def call(name: str) -> Callable[[int], None]:
-        return lambda _: FakeTimer.current.append(name)
+        return lambda number: FakeTimer.current.append(name) or given.add((name, number))
 
+    given: set[tuple[str, int]] = set()
     peers = {"theirs": lambda: call("theirs"), "missing": lambda: import_module("no_such"), "failing": len}
     more: dict[str, Any] = {"sets": 3} if kind == "alone" else {"peers": peers}
     if kind == "backward":
         more["ordered"] = call("ordered")
+    if kind == "in turn":
+        more |= {"sets": 4, "in_turn": True}
     ready = Prepared(call("ours"), 0.002, **more)
     case = named("mha-b2-s8192-h16-d128-causal-bf16-fixed")
     monkeypatch.setattr(FakeTimer, "log", [])
@@ -320,7 +415,7 @@ def test_a_row(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "rest", lambda: FakeTimer.log.append("rest"))
     monkeypatch.setattr(measure, "time", types.SimpleNamespace(sleep=lambda _: FakeTimer.log.append("rest")))
     row = measure.time_attention(case, 1 if kind == "alone" else 3, 5, 0.6)
-    calls = {"alone": 9, "beside": 2, "backward": 2}[kind]
+    calls = {"alone": 9, "beside": 2, "backward": 2, "in turn": 4}[kind]
     ours, theirs = (f"{name} x{calls}{' enqueued' * (kind == 'backward')}" for name in ("ours", "theirs"))
     assert row["rel_l2"] == 0.002 and row["tflops"] == case.flops() / row["us"] / 1e6
     assert (row["us_min"], row["us_max"], row["unrested_us"], row["sustained_us"]) == (1, 99, 20, 30)
@@ -335,6 +430,7 @@ def test_a_row(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
         *("rest", *3 * turns[0], *graphs, f"no rests {theirs}"),
         *(*3 * turns[1], *3 * turns[2], "rest"),
     ]
+    assert "cold_us" not in row and (("ours", 3) in given) == (kind == "in turn")
     assert set(row["beside"]) == {OURS, "theirs"} and row["beside"][OURS]["us"] == row["us"]
     assert row["beside"]["theirs"]["sustained_watts"] == 700 and list(row["not_compared"]) == ["failing"]
     assert ("deterministic_ratio" in row) == (kind == "backward")

@@ -240,10 +240,17 @@ def test_info_knows_what_torch_was_built_for(project: Project, run: Run, monkeyp
         (["--bogus", "--", "script.py"], "unrecognized arguments: --bogus -- script.py"),
         (["info", "--", "script.py"], "unrecognized arguments: -- script.py"),
         (["bogus"], "invalid choice: 'bogus'"),
-        ([], "expected a command: info, doctor, compile, flash-mla"),
+        ([], "expected a command: info, doctor, compile, flash-mla, flash-attn"),
         (["flash-mla"], "expected --path, or -- before a program"),
         (["flash-mla", "--path", "--", "x.py"], "expected --path, or -- before a program"),
         (["flash-mla", "x.py"], "unrecognized arguments: x.py"),
+        (["flash-attn"], "expected --path, --check, --wheel, --kernels, or -- before a program"),
+        (
+            ["flash-attn", "--path", "--", "x.py"],
+            "expected --path, --check, --wheel, --kernels, or -- before a program",
+        ),
+        (["flash-attn", "--path", "--dropout", "ignore"], "else set RAWMLA_FLASH_ATTN_DROPOUT"),
+        (["flash-attn", "--fa", "2,5", "--path"], "expected some of 2, 3 and 4, as in 2,3, got '2,5'"),
     ],
 )
 def test_wrong_usage_names_what_is_wrong(capsys: CaptureFixture[str], given: list[str], text: str) -> None:

@@ -22,7 +22,7 @@ TOP_LEVEL = ("cuda_src", "docs", "examples", "rawmla", "scripts", "tests")
 MAX_COLUMNS = {"README.md": 120, "CHANGELOG.md": 160}
 MAX_README_LINES = 180
 MAX_SENTENCE_WORDS = 25
-MAX_WORDS = {"architecture.md": 1800, "benchmark.md": 1200, "torch_operators.md": 900}
+MAX_WORDS = {"architecture.md": 1800, "benchmark.md": 1200, "torch_operators.md": 900, "flash_attn.md": 900}
 MAX_WORDS |= {page.name: 1000 for page in KERNEL_PAGES}
 
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
@@ -144,7 +144,7 @@ def test_names_exist() -> None:
 
 
 def test_options_exist() -> None:
-    programs = [["-m", "rawmla", command] for command in ("info", "compile", "flash-mla")]
+    programs = [["-m", "rawmla", command] for command in ("info", "compile", "flash-mla", "flash-attn")]
     programs.append(["-m", "tests.emulator"])
     programs += [[f"scripts/{name}"] for name in ("bench", "gpu_check.py", "update_figures.py")]
     known = OTHER_PROGRAMS_OPTIONS | OWN_OPTIONS_OF_PYTEST | ENGINES_OPTIONS | NEED_TORCH

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from math import inf, nan
 from typing import Any
 from unittest import mock
 
@@ -21,6 +22,7 @@ from gpu_support import forced_clusters, small_plans, united_selections  # noqa:
 import rawmla  # noqa: E402
 from kit import SparseCase  # noqa: E402
 from kit.flex import FlexCase  # noqa: E402
+from kit.kvcache import KvCacheCase, make_kvcache_inputs  # noqa: E402
 from kit.mha import MhaCase, make_mha_inputs  # noqa: E402
 from kit.prefix import PrefixCase  # noqa: E402
 from operations import OPERATIONS, Call, Operation  # noqa: E402
@@ -29,6 +31,7 @@ from operations.dense import dense_call, make_dense_call  # noqa: E402
 from operations.dense_backward import BackwardCase, make_dense_backward_call  # noqa: E402
 from operations.flex import make_traced_call  # noqa: E402
 from operations.flex_backward import make_flex_backward_call  # noqa: E402
+from operations.kvcache import kvcache_call  # noqa: E402
 from operations.memory import all_canaries, between_canaries, fill_with_canaries  # noqa: E402
 from operations.mla_prefill import BF16, make_prefill_call  # noqa: E402
 from operations.mla_sparse import make_sparse_call  # noqa: E402
@@ -210,6 +213,34 @@ def test_united_selections(emulator: Emulator) -> None:
         checked(emulator, make_prefill_call(case, "cpu"))
     group = ["mla_unite_selections", "mla_metadata", "mla_sparse_bf16", "mla_combine"]
     assert names(emulator) == ["mla_find_not_finite", *group, *group, *group[1:]]
+
+
+# ---- attention over caches
+
+
+@pytest.mark.parametrize("cache_dtype", (None, "float8_e4m3fn"))
+@pytest.mark.parametrize("spoiler", (nan, inf))
+def test_queries_that_are_no_numbers(emulator: Emulator, spoiler: float, cache_dtype: str | None) -> None:
+    """Their rows are NaN and no others, whether their keys are shared among CTAs or not."""
+    for num_splits in (0, 1):
+        case = KvCacheCase((700, 5), cache_dtype=cache_dtype, h_q=2, h_kv=1, num_splits=num_splits)
+        inputs = make_kvcache_inputs(case, "cpu")
+        inputs.q[0, 0, 1, 3] = spoiler
+        out, lse = kvcache_call(inputs).run()
+        assert bool(out[0, 0, 1].isnan().all()) and bool(lse[0, 1, 0].isnan())
+        assert bool(out[0, 0, 0].isfinite().all()) and bool(out[1].isfinite().all())
+
+
+@pytest.mark.parametrize(
+    "hidden", ({"window_size": (3, 0)}, {"cache_leftpad": torch.tensor([12]).int()}), ids=str
+)
+def test_new_tokens_that_no_query_sees(emulator: Emulator, hidden: dict[str, Any]) -> None:
+    """They are appended whatever they hold, and do not reach results."""
+    case = KvCacheCase((4,), s_q=1, new=20, h_q=1, h_kv=1, page=None)
+    inputs = make_kvcache_inputs(case, "cpu")
+    inputs.v[0, :5] = nan
+    out, _ = kvcache_call(inputs).run(**hidden)
+    assert bool(out.isfinite().all()) and bool(inputs.v_cache[0, 4:9].isnan().all())
 
 
 # ---- lists of blocks that a user wrote

@@ -56,6 +56,7 @@ def test_without_a_gpu(path: Path) -> None:
     [
         ("cupy_only", "ml_dtypes", "ml_dtypes"),
         ("deepseek_v3_transformers", "transformers", '"transformers>=5.17"'),
+        ("any_transformers_model", "transformers", '"transformers>=5.24"'),
     ],
 )
 def test_without_a_package(name: str, package: str, requirement: str, tmp_path: Path) -> None:
@@ -91,6 +92,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "decode_torch": {},
     "sparse_decode_fp8": {},
     "prefix_prefill": {"PROMPTS": [70, 33, 17], "FIRST_CHUNK": [40, 1, 17]},
+    "paged_decoding": {"HEADS": 4, "KV_HEADS": 2, "PROMPTS": [40, 1, 17], "STEPS": 3},
     "varlen_prefill": {"LENGTHS": [40, 1, 0, 9], "CALLS": 1, "REPEATS": 1},
     "deepseek_v3_transformers": {},
     "serve_step": {
@@ -105,6 +107,7 @@ ARGUMENTS = {
 }
 LAST_LINES = {
     "prefix_prefill": r"3 prompts of \[70, 33, 17\] tokens in two chunks, as in one$",
+    "paged_decoding": r"3 replays for 3 requests, every row within 0\.00\d\d of its norm$",
     "varlen_prefill": r"every row within 0\.00\d\d of its norm",
     "deepseek_v3_transformers": "as close to float32 as transformers' own bf16, over both caches$",
     "serve_step": "torch's results are rawmla's",
@@ -142,6 +145,7 @@ def test_on_the_reference(name: str, capsys: CaptureFixture[str], monkeypatch: M
     ("name", "right", "wrong", "said"),
     [
         ("prefix_prefill", "positions % PAGE", "(positions + 1) % PAGE", r"differs by more than 0\."),
+        ("paged_decoding", "lengths += 1", "lengths += 2", r"differs by .*, more than 0\."),
         ("varlen_prefill", "torch.cat(outs)", "torch.cat(outs[::-1])", "a row differs from torch's"),
         ("deepseek_v3_transformers", "<= positions[", "< positions[", "further from float32"),
         ("serve_step", "cache, slots)", "cache, slots - 1)", "differs from rawmla's"),

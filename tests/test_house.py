@@ -18,7 +18,8 @@ WITH_PUBLIC_SIGNATURES = ("api", "compat", "reference")
 LAYERS = {
     "cli": "engines compat report kernels jit errors",
     "engines": "compat report kernels jit environment",
-    "compat": "api mla call environment",
+    "compat": "api mha mla call environment",
+    "transformers": "errors",
     "preload": "api flex mha mla stand_ins kernels jit call",
     "report": "jit environment errors",
     "api": "torch_ops flex mha mla kernels call",
@@ -35,7 +36,7 @@ LAYERS = {
     "errors": "",
 }
 """What each folder or module of the package may import besides itself, also inside functions."""
-TAKE_PUBLIC_NAMES = {"cli", "engines", "compat", "preload", "report"}
+TAKE_PUBLIC_NAMES = {"cli", "engines", "compat", "transformers", "preload", "report"}
 """They may import `rawmla` itself."""
 
 

@@ -17,6 +17,7 @@ from kit.mha import MhaCase  # noqa: E402
 from kit.prefix import PrefixCase  # noqa: E402
 from operations import dense, dense_backward, flex, flex_backward, prefix  # noqa: E402
 from operations.dense_backward import BackwardCase  # noqa: E402
+from rawmla.kernels.mha_decode import teams_of  # noqa: E402
 
 if TYPE_CHECKING:
     from emulator import Emulator
@@ -124,16 +125,16 @@ def test_prefix_prefill(kernels: set[Any]) -> None:
 
 
 def test_flex_attention(kernels: set[Any]) -> None:
-    """The function that hides small blocks is another mask; two kernels make its lists."""
+    """A combine, too. The function that hides small blocks is another mask; two kernels make its lists."""
     for case in OF_FLEX:
         for _ in range(2):
             flex.attend(make_flex_inputs(case, "cpu"))
-    assert len(kernels) == 1
+    assert len(kernels) == 2
     for case in (replace(BASE, block=(64, 64)), replace(BASE, s_q=300, block=(96, 32))):
         flex.attend(make_flex_inputs(case, "cpu"))
-    assert len(kernels) == 4
-    flex.attend(make_flex_inputs(BASE, "cpu"), max_scores=True)
     assert len(kernels) == 5
+    flex.attend(make_flex_inputs(BASE, "cpu"), max_scores=True)
+    assert len(kernels) == 6
 
 
 def test_backward_of_dense_attention(kernels: set[Any]) -> None:
@@ -167,3 +168,14 @@ def test_backward_of_flex_attention(kernels: set[Any]) -> None:
         ]
 
     assert_counts(kernels, [(made(False), 6), (made(True), 9)])
+
+
+def test_teams_of_decoding() -> None:
+    """Few of 132 multiprocessors have no CTA; teams have whole tiles or equal parts of one if they can."""
+    for h_kv in (1, 2, 3, 5, 8, 32, 40, 71, 96, 128, 140, 256):
+        for tiles in (0, 1, 7, 32, 1000):
+            teams, team = teams_of(h_kv, tiles, 132)
+            assert h_kv % team == 0 and 126 <= teams * team <= 132
+    assert teams_of(4, 32, 132) == (32, 4)
+    assert teams_of(4, 31, 132) == (33, 4)
+    assert teams_of(8, 1, 132) == (16, 8)

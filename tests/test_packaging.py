@@ -47,8 +47,7 @@ def wheel(built: Path) -> dict[str, str]:
 
 def in_dist_info(wheel: dict[str, str], name: str) -> str:
     """A file of the wheel's metadata."""
-    (text,) = (text for path, text in wheel.items() if path.endswith(f".dist-info/{name}"))
-    return text
+    return wheel[f"rawmla-{rawmla.__version__}.dist-info/{name}"]
 
 
 def test_wheel_contents(wheel: dict[str, str]) -> None:
@@ -56,6 +55,11 @@ def test_wheel_contents(wheel: dict[str, str]) -> None:
     assert CUDA_SOURCES and {f"rawmla/{source}" for source in CUDA_SOURCES} <= wheel.keys()
     assert {"rawmla/py.typed", "rawmla/api/decode.py", "rawmla/__main__.py"} <= wheel.keys()
     assert {"rawmla/compat/site/flash_mla/cuda.py", "rawmla/compat/site/pyproject.toml"} <= wheel.keys()
+    for name in ("fa2/flash_attn-2.8.3", "fa3/flash_attn_3-3.0.0", "fa4/flash_attn_4-4.0.0b36"):
+        parts = {
+            f"rawmla/compat/flash_attn_site/{name}.dist-info/{part}" for part in ("METADATA", "top_level.txt")
+        }
+        assert parts <= wheel.keys()
     assert any(name.endswith("licenses/LICENSE") for name in wheel)
     assert all(name.startswith(("rawmla/", "rawmla-")) and "__pycache__" not in name for name in wheel)
     for name, text in wheel.items():

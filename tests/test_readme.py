@@ -39,7 +39,7 @@ def test_examples_on_the_reference() -> None:
         ("(256, 1, 2048)", "(16, 1, 2048)"),
         ("(2, 1000, 16, 128,", "(2, 200, 16, 128,"),  # a fifth of the tokens of dense attention
         ("(2, 2, 1000, 4, 128,", "(2, 2, 200, 4, 128,"),
-        ("(3, 2, 16, 1000, 128,", "(3, 2, 16, 40, 128,"),  # a 25th of those of flex attention
+        ("(3, 2, 16, 1000, 128,", "(3, 2, 16, 40, 128,"),  # a 25th of the tokens of flex attention
         (", 1000, 1000)", ", 40, 40)"),
     ):
         assert old in text

@@ -32,13 +32,14 @@ OF_KERNELS = {
     "block of 0",
 }
 """Rows of the table that the reference takes, or that are an error by themselves."""
+FP8 = torch.float8_e4m3fn  # torch makes no sparse tensors of it
 WRONG: dict[str, tuple[type[Exception], Callable[[Any], Any]]] = {
     "array, got object": (TypeError, lambda x: object()),
-    "dtype": (TypeError, lambda x: x.bool() if x.is_floating_point() else x.long()),
+    "dtype": (TypeError, lambda x: x.float().bool() if x.is_floating_point() else x.long()),
     "shape": (ValueError, lambda x: x[None, None]),
     "": (ValueError, lambda x: x.flatten()[:-1] if x.numel() > 1 else x.new_zeros(7)),
     "a tensor in CPU memory": (ValueError, lambda x: x.to("meta")),
-    "a dense torch tensor": (TypeError, lambda x: x.to_sparse()),
+    "a dense torch tensor": (TypeError, lambda x: (x.float() if x.dtype == FP8 else x).to_sparse()),
     "a tensor that does not require grad": (ValueError, lambda x: x.detach().requires_grad_()),
 }
 """What was expected -> the exception, and how an array is spoilt."""

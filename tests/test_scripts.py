@@ -232,6 +232,7 @@ def test_only_figures_taken_alike_are_compared() -> None:
 def test_speeds() -> None:
     """Means and least by family, sustained beside rested; stored times only where nothing ran beside."""
     slow = {"rawmla": {"us": 100.0}, "FlashAttention-4": {"us": 90.0}, "cuDNN": {"us": 95.0}}
+    slow["rawmla contiguous"] = {"us": 50.0}  # no other library
     other = "mha-b2-s8192-h16-d128-bf16-fixed"
     rows = [
         made_up_row(SLOWER, 300.0),
@@ -612,7 +613,10 @@ def test_what_runs_again_is_kept(
     lacks = capsys.readouterr().out.splitlines()
     assert lacks[-1] == "6 parts: NOT WHOLE" and "tests: without tests/test_c.py" in lacks
     assert not any("RuntimeError" in line or "memcheck" in line for line in lacks)
-    assert len(lacks) == 1 + len(families.table()) - 2 + 1 + 3
+    assert "bench: no row beside FlashAttention-4" in lacks
+    assert len(lacks) == 1 + len(families.table()) - 2 + 1 + 3 + len(check.NEEDED_BESIDE)
+    with_both = {"case": BESIDE, "beside": dict.fromkeys(check.NEEDED_BESIDE, {})}
+    assert not any("beside" in text for text in check.shortcomings([made_up_part("bench", [with_both])]))
     parts = record.read(merged)
     assert parts == [*first, *second]
     assert record.merged([parts, first]) == parts, "a part counts once"

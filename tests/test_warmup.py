@@ -67,6 +67,7 @@ KERNELS = {
     "mha": {"mha_forward", "mha_combine"},
     "mha_backward": BACKWARD,
     "prefix": {"mha_forward", "mha_combine"},
+    "kvcache": {"mha_decode", "mha_decode_combine", "mha_forward", "mha_combine"},
     "flex": {"block_mask_lists", "block_mask_ranks", "block_mask_scatter", "flex_captured_finish"},
 }
 

@@ -1,6 +1,6 @@
 // Multi-head attention, forward (Hopper, sm_90a): varlen or fixed lengths, interval masks, groups of query
-// heads. Keys are in arrays and, with PAGED, in pages of a cache before them; with FLEX, functions of the
-// user's and lists of blocks. docs/kernels/mha_forward.md has the reasons;
+// heads. Keys are in arrays and, with PAGED, in pages of a cache before them; with PAGE_ROWS in rows of a
+// cache; with FLEX, functions of the user's and lists of blocks. docs/kernels/mha_forward.md has the reasons;
 // rawmla/kernels/mha_forward_variants.py chooses the variant.
 //
 //   S = Q K^T, with softcap, ALiBi or the score function, masked;  P = softmax(scale S);  O = P V
@@ -63,6 +63,13 @@
 #include "flex/list_keys.cuh"
 #include "flex/score_mods.cuh"
 using OwnKeys = ListKeys;
+#elif PAGE_ROWS
+#include "mha/row_pages.cuh"
+#if PAGE_PIECES
+using OwnKeys = RowPieces;
+#else
+using OwnKeys = RowPages;
+#endif
 #else
 using OwnKeys = ArrayKeys;
 #endif

@@ -25,6 +25,7 @@
 #include "common/math.cuh"
 #include "common/types.cuh"
 #include "layout/rescale.cuh"
+#include "layout/transposed.cuh"
 #include "mla/chunks.cuh"
 #include "mla/dense.cuh"
 #include "mla/masks.cuh"
@@ -33,7 +34,6 @@
 #include "mla/publisher.cuh"
 #include "mla/queries.cuh"
 #include "mla/splits.cuh"
-#include "mla/transposed.cuh"
 #include "mla/work_tiles.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/memory.cuh"
@@ -180,7 +180,7 @@ __device__ __forceinline__ void store_work(const Params& params, const SharedMem
 }
 
 // A thread has tokens 16 warp + lane / 4 and 8 more than that in S^T. In O^T it has the columns of these
-// numbers in each 64, and rows query_of(i) of Q in both (mla/transposed.cuh).
+// numbers in each 64, and rows query_of(i) of Q in both (layout/transposed.cuh).
 __device__ __forceinline__ void math_warpgroup(const Params& params, SharedMemoryPlan& smem, int warp_idx) {
     const int lane_idx = lane_index();
     const bool writes_rows = lane_idx < 4;

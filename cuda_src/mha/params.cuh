@@ -29,6 +29,10 @@ struct Params {
     ScoreMod score_mod;
     MaskMod mask_mod;
 #endif
+#if PAGE_ROWS
+    // mha/row_pages.cuh. seqused_k, or differences of cu_seqlens_k, are tokens in the cache before new ones
+    const int *cache_batch_idx, *cu_seqlens_new;  // null: request r; seqlen_new of each request
+#endif
     i64 out_stride_b, out_stride_s, out_stride_h;
     i64 lse_stride_b, lse_stride_h;
     i64 accum_rows;  // of a split
@@ -56,10 +60,13 @@ struct Params {
     int x, v_pack;                    // mha/gathered_keys.cuh; 0: V is not interleaved
     int cache_by_tma;                 // raw bytes of an FP8 cache come by TMA
     int own_in_cache;                 // the request's own tokens are in the cache as well
-    int skip_decode;                  // requests with one query token have no results
+    int skip_tokens;                  // requests with so many query tokens or fewer have no results
     float softmax_scale_log2;         // from scores, as the score step leaves them, to exponents of 2
     float score_scale, score_factor;  // mha/scores.cuh
     float k_scale_value, v_scale_value, out_scale_value;
+#if PAGE_ROWS
+    int table_rows, seqlen_new, total_new;
+#endif
 #if FLEX
     i64 counts_strides[6], lists_strides[6];  // (batch, head, row) of partial and of full blocks
     int list_columns[2];                      // of the lists of partial and of full blocks

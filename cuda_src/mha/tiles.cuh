@@ -144,7 +144,7 @@ struct TileScheduler {
         const int lane = threadIdx.x % 32, request = first_request + lane;
         int rows = 0;
         if (request < params.b) rows = Segment(params.cu_seqlens_q, request, params.total_q, 0).count;
-        if (params.skip_decode && rows == 1) rows = 0;
+        if (rows <= params.skip_tokens) rows = 0;
         tiles_upto = ceil_div(rows, tokens) * params.heads;
 #pragma unroll
         for (int distance = 1; distance < 32; distance *= 2) {
@@ -193,6 +193,7 @@ struct TileScheduler {
 #else
         find_spans(params, tile);
 #endif
+        if (params.splits > 1) take_split(params, tile);
     }
     // Where the tile's request lies, and how many tokens it has.
     __device__ __forceinline__ static void find_tokens(const Params& params, Tile& tile) {
@@ -208,9 +209,21 @@ struct TileScheduler {
             tile.offset = max_int(tile.k_len - tile.q_len, 0);
             if (!params.own_in_cache) tile.k_len = tile.offset + tile.q_len;
         } else {
+#if PAGE_ROWS
+            const Segment fresh(params.cu_seqlens_new, request, params.total_new, params.seqlen_new);
+            int cached = params.seqlen_k;
+            if (params.seqused_k != nullptr) {
+                cached = params.seqused_k[request];
+            } else if (params.cu_seqlens_k != nullptr) {
+                cached = params.cu_seqlens_k[request + 1] - params.cu_seqlens_k[request];
+            }
+            tile.k_begin = 0;
+            tile.k_len = clamp_int(min_int(cached, params.seqlen_k) + fresh.count, 0, params.seqlen_k);
+#else
             const Segment k(params.cu_seqlens_k, request, params.total_k, params.seqlen_k);
             tile.k_begin = k.begin;
             tile.k_len = used_tokens(params.seqused_k, request, k.count);
+#endif
             tile.offset = tile.k_len - tile.q_len;
         }
     }
@@ -237,7 +250,6 @@ struct TileScheduler {
                 span.trims_last = keys.end % kTileKeys != 0 && tile.k_begin + keys.end < params.total_k;
             }
         }
-        if (params.splits > 1) take_split(params, tile);
     }
     // Leaves the tile its part of the blocks, which are counted in the order in which they are attended.
     __device__ __forceinline__ static void take_split(const Params& params, Tile& tile) {

@@ -27,7 +27,7 @@ struct ValueTrimmer {
         const int blocks = span.blocks();
 #if FLEX
         if (params.states != nullptr)
-            for (int i = 0; i < span.end_block - tile.full_steps; ++i)
+            for (int i = 0; i < min_int(blocks, span.end_block - tile.full_steps); ++i)
                 trim_block<Keys>(params, smem, tile, i);
 #else
         if (blocks > 0 && span.trims(span.end_block - 1)) trim_block<Keys>(params, smem, tile, 0);

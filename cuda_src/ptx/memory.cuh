@@ -51,10 +51,24 @@ __device__ __forceinline__ void ldmatrix_x4(u32 (&v)[4], u32 src) {
                  : "memory");
 }
 
+// The same, each matrix transposed.
+__device__ __forceinline__ void ldmatrix_x4_trans(u32 (&v)[4], u32 src) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
+                 : "r"(src)
+                 : "memory");
+}
+
 // What stmatrix_x4 stores, transposed.
 __device__ __forceinline__ void stmatrix_x4_trans(u32 dst, u32 r0, u32 r1, u32 r2, u32 r3) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(dst), "r"(r0),
                  "r"(r1), "r"(r2), "r"(r3)
+                 : "memory");
+}
+
+// The same of two matrices, whose rows the first 16 lanes give.
+__device__ __forceinline__ void stmatrix_x2_trans(u32 dst, u32 r0, u32 r1) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(dst), "r"(r0), "r"(r1)
                  : "memory");
 }
 
@@ -76,6 +90,15 @@ __device__ __forceinline__ u32 load_shared_4(u32 src) {
     u32 value;
     asm volatile("ld.shared.b32 %0, [%1];" : "=r"(value) : "r"(src) : "memory");
     return value;
+}
+
+__device__ __forceinline__ void store_shared_16(u32 dst, const uint4& value) {
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(dst), "r"(value.x), "r"(value.y),
+                 "r"(value.z), "r"(value.w)
+                 : "memory");
+}
+__device__ __forceinline__ void store_shared_4(u32 dst, u32 value) {
+    asm volatile("st.shared.b32 [%0], %1;" ::"r"(dst), "r"(value) : "memory");
 }
 
 // Loads that must not move above griddepcontrol.wait and must not use the non-coherent path.

@@ -1,7 +1,7 @@
-"""rawmla under the names of other libraries: the module `flash_mla`, and operators of engines.
+"""rawmla under the names of other libraries: `flash_mla`, `flash_attn`, and operators of engines.
 
-Nothing here changes what a program imports until it is asked to, by a function below, by
-``python -m rawmla flash-mla``, or by the distribution rawmla-flash-mla.
+Nothing here changes what a program imports until a function below says so, ``python -m rawmla flash-mla``,
+``python -m rawmla flash-attn``, or the distribution rawmla-flash-mla.
 """
 
 from __future__ import annotations
@@ -15,7 +15,19 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-__all__ = ["EXCLUSIVE", "SITE", "install_flash_mla", "is_our_file", "status", "uninstall_flash_mla"]
+from . import modules
+from .flash_attn.install import install_flash_attn, installed, uninstall_flash_attn
+
+__all__ = [
+    "EXCLUSIVE",
+    "SITE",
+    "install_flash_attn",
+    "install_flash_mla",
+    "is_our_file",
+    "status",
+    "uninstall_flash_attn",
+    "uninstall_flash_mla",
+]
 
 SITE = Path(__file__).parent / "site"
 """A folder for PYTHONPATH: it holds a package `flash_mla` that re-exports `rawmla.compat.flash_mla`."""
@@ -76,7 +88,8 @@ def install_flash_mla(*, replace: bool = False, ops: Iterable[str] = (), api: st
 
     namespaces = (ops,) if isinstance(ops, str) else tuple(ops)
     flash_mla_interface.check_api(api)
-    _refuse_foreign(replace)
+    if not replace:
+        modules.refuse_foreign("flash_mla", "install_flash_mla", _is_ours, is_our_file)
     made: dict[str, Any] = {}
     with ExitStack() as undo:
         for namespace in namespaces:
@@ -87,8 +100,8 @@ def install_flash_mla(*, replace: bool = False, ops: Iterable[str] = (), api: st
                 undo.callback(made[namespace].close)
         module = sys.modules.get("flash_mla")
         if module is None or not _is_ours(module):
-            displaced = _remove_modules()
-            undo.callback(_restore_modules, displaced)
+            displaced = modules.remove(["flash_mla"])
+            undo.callback(modules.restore, ["flash_mla"], displaced)
             module = _load()
             _displaced = displaced
             log(f"flash_mla is rawmla in this process (api={api!r})")
@@ -110,7 +123,7 @@ def uninstall_flash_mla() -> None:
     if interface is not None:
         interface.set_api(interface.DEFAULT_API)
     if _displaced is not None:
-        _restore_modules(_displaced)
+        modules.restore(["flash_mla"], _displaced)
         _displaced = None
 
 
@@ -120,7 +133,8 @@ def status() -> dict[str, Any]:
     Returns
     -------
     dict
-        `flash_mla`: the file that `flash_mla` was imported from, if that is rawmla's, else None. `api`:
+        `flash_mla`: the file that `flash_mla` was imported from, if that is rawmla's, else None.
+        `flash_attn`: the modules of flash-attn that are imported and are rawmla's, and their files. `api`:
         "object" or "tensors". `ops`: patched namespaces. `functions`: for every function that has been
         called, `calls` (that returned), `called_as` (whose generation of arguments and plan the last call
         had), `shapes` (of its q and its cache). `kernels`: labels of rawmla's own kernels that are loaded;
@@ -133,6 +147,7 @@ def status() -> dict[str, Any]:
     used = {} if usage is None else usage.USED
     return {
         "flash_mla": getattr(module, "__file__", None) if module is not None and _is_ours(module) else None,
+        "flash_attn": installed(),
         "api": "object" if interface is None else interface.get_api(),
         "ops": sorted(_op_patches),
         "functions": {
@@ -148,17 +163,6 @@ def status() -> dict[str, Any]:
     }
 
 
-def _remove_modules() -> dict[str, ModuleType]:
-    """Take `flash_mla` and what is under it out of `sys.modules`."""
-    names = [name for name in sys.modules if name == "flash_mla" or name.startswith("flash_mla.")]
-    return {name: sys.modules.pop(name) for name in names}
-
-
-def _restore_modules(displaced: dict[str, ModuleType]) -> None:
-    _remove_modules()
-    sys.modules.update(displaced)
-
-
 def _is_ours(module: ModuleType) -> bool:
     """Whether a module called flash_mla is the one that re-exports ours, wherever it was installed."""
     from . import flash_mla
@@ -166,29 +170,9 @@ def _is_ours(module: ModuleType) -> bool:
     return getattr(module, "flash_mla_with_kvcache", None) is flash_mla.flash_mla_with_kvcache
 
 
-def _refuse_foreign(replace: bool) -> None:
-    """Raise if another `flash_mla` would be hidden without the caller's consent."""
-    if replace:
-        return
-    module = sys.modules.get("flash_mla")
-    if module is not None:
-        if _is_ours(module):
-            return
-        where = f"imported from {getattr(module, '__file__', 'an unknown place')}"
-    else:
-        spec = importlib.util.find_spec("flash_mla")
-        if spec is None or spec.origin is None or is_our_file(Path(spec.origin)):
-            return
-        where = f"installed at {spec.origin}"
-    raise RuntimeError(
-        f"replace: expected True, because another flash_mla is {where}, got False; call "
-        "install_flash_mla(replace=True) to hide it in this process, or uninstall it"
-    )
-
-
 def is_our_file(file: Path) -> bool:
     """Whether this file is the re-exporting `flash_mla/__init__.py`, here or of rawmla-flash-mla."""
-    return file.is_file() and file.read_bytes() == (SITE / "flash_mla" / "__init__.py").read_bytes()
+    return modules.is_copy(file, SITE / "flash_mla" / "__init__.py")
 
 
 def _load() -> ModuleType:

@@ -47,7 +47,7 @@ class Member(NamedTuple):
 
 
 def changing(*declarations: Iterable[Member]) -> list[Member]:
-    """Declare members that change from launch to launch: pointers, tensor maps, bytes, or arrays of them.
+    """Declare members that change from launch to launch: pointers, numbers, tensor maps, bytes, or arrays.
 
     They are the first of their struct. `PreparedLaunch.launch` takes them in this order, arrays element by
     element.
@@ -147,7 +147,7 @@ def _packer(
     """
     values = []
     for member in changing:
-        values += ["0" if member.type is POINTER else repr(b"")] * (member.length or 1)
+        values += [repr(b"") if member.code.endswith("s") else "0"] * (member.length or 1)
     for member in fixed:
         values.append(f"*{member.name}" if member.length or member.type.members else member.name)
     names = ", ".join(member.name for member in fixed)

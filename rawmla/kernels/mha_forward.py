@@ -11,20 +11,22 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from .. import jit
 from ..jit.params import F32, I32, I64, POINTER, TENSOR_MAP, U32, ParamStruct, bytes_type, changing
 from .block_mask import NO_LISTS, BlockLists
-from .common import FLOAT_DTYPES, INT32_MAX, LOG2_E, ceil_div, fields, padded, stride_params
+from .common import FLOAT_DTYPES, INT32_MAX, LOG2_E, ceil_div, divisor, fields, padded, stride_params
 from .mha_combine import PreparedCombine, num_splits, state_bytes
 from .mha_forward_variants import (
     WARPGROUP_ROWS,
     Tile,
+    box_of,
     flex_spec,
     is_slow,
     pages_of,
+    rows_spec,
     spec,
     tile_in_blocks,
     tile_of,
 )
 from .paged_cache import PagedCache, cache_params, page_maps
-from .tensor_maps import NO_MAP, TensorMaps, head_map
+from .tensor_maps import NO_MAP, TensorMaps, head_map, pieces_map
 
 if TYPE_CHECKING:
     from .mha_backward import BackwardCall
@@ -47,6 +49,26 @@ class Mods(NamedTuple):
     states: tuple[int, int, int, int] | None
     """For re-blocked lists: rows and columns of the given blocks, and tokens and keys of a block."""
     max_scores: bool
+
+
+class RowCache(NamedTuple):
+    """A cache whose tokens are rows, in place of k and v: cuda_src/mha/row_pages.cuh. The strides of k and v
+    are of its dimensions (block, token, head).
+    """
+
+    num_blocks: int
+    block_size: int
+    paged: bool  # there is a block table, and block_size is a multiple of PAGE_ROWS
+    table_rows: int
+    table_stride: int
+    seqlen_new: int  # tokens of each request that the lengths of the cache leave out
+    total_new: int  # of their array
+    skip_tokens: int  # the most query tokens of a request that has no results
+    is_whole: bool  # keys are not split
+
+    def in_pieces(self, tile_keys: int) -> bool:
+        """Whether a block may have only a part of the keys of a tile."""
+        return self.paged and self.block_size % tile_keys > 0
 
 
 class MhaForwardCall(NamedTuple):
@@ -86,6 +108,7 @@ class MhaForwardCall(NamedTuple):
     out_is_aligned: bool = True  # its address and strides are multiples of 16 bytes
     cache: PagedCache | None = None
     mods: Mods | None = None
+    rows: RowCache | None = None  # max_seqlen_k is then the tokens that a request can have
 
 
 class MhaForwardAddresses(NamedTuple):
@@ -110,6 +133,13 @@ class MhaForwardAddresses(NamedTuple):
     out_scale: int = 0
 
 
+class RowCacheAddresses(NamedTuple):
+    """Further arrays of a call with a `RowCache`, which are the last."""
+
+    cache_batch_idx: int
+    cu_seqlens_new: int
+
+
 class ModAddresses(NamedTuple):
     """Further arrays of a call with `Mods`."""
 
@@ -127,8 +157,10 @@ _POINTERS = (*MhaForwardAddresses._fields[3:], "o_accum", "lse_accum", "counter"
 
 
 @cache
-def params_of(mod_bytes: tuple[int, int] | None = None) -> ParamStruct:
-    """Params of cuda_src/mha/params.cuh; ``mod_bytes``: of the parameters of score_mod and mask_mod."""
+def params_of(mod_bytes: tuple[int, int] | None = None, has_rows: bool = False) -> ParamStruct:
+    """Params of cuda_src/mha/params.cuh; ``mod_bytes``: of the parameters of score_mod and mask_mod;
+    ``has_rows``: for a cache of rows.
+    """
     first = [*TENSOR_MAP(*_MAPS), *POINTER(*_POINTERS)]
     of_lists = []
     if mod_bytes is not None:
@@ -142,6 +174,9 @@ def params_of(mod_bytes: tuple[int, int] | None = None) -> ParamStruct:
             *I32("last_block_is_cut", "k_batches"),
             *I32("state_rows", "state_columns", "state_q", "state_k"),
         ]
+    if has_rows:
+        first += POINTER(*RowCacheAddresses._fields)
+        of_lists = I32("table_rows", "seqlen_new", "total_new")
     return ParamStruct(
         changing(first),
         I64("out_stride_b", "out_stride_s", "out_stride_h"),
@@ -155,7 +190,7 @@ def params_of(mod_bytes: tuple[int, int] | None = None) -> ParamStruct:
         I32("num_blocks", "block_size"),
         U32("block_magic", "block_bytes_inverse"),
         I32("block_shift", "block_bytes_shift", "table_entry", "x", "v_pack"),
-        I32("cache_by_tma", "own_in_cache", "skip_decode"),
+        I32("cache_by_tma", "own_in_cache", "skip_tokens"),
         F32("softmax_scale_log2", "score_scale", "score_factor"),
         F32("k_scale_value", "v_scale_value", "out_scale_value"),
         of_lists,
@@ -181,7 +216,7 @@ class PreparedMhaForward:
             tiles = min(tiles, most_tiles)
         sms = jit.device_info(call.device).sm_count
         splits, self._combine = 1, None
-        if mods is None:
+        if mods is None or not mods.max_scores:
             splits = _splits(call, tiles, tile.keys, sms)
             # Loaded in any case, so that only dtypes, dimensions and flags decide which kernels a call needs.
             combine = PreparedCombine(call, splits, _rows(call), capturing)
@@ -193,7 +228,8 @@ class PreparedMhaForward:
         self.scratch_bytes = _COUNTER_BYTES if self._is_counted else 0
         if self._combine is not None:
             self.scratch_bytes = self._combine.scratch_bytes
-        declared = params_of(mods and (mods.score_mod_bytes, mods.mask_mod_bytes))
+        rows = call.rows
+        declared = params_of(mods and (mods.score_mod_bytes, mods.mask_mod_bytes), rows is not None)
         params = declared.pack(
             **stride_params(out=call.out_strides),
             lse_stride_b=call.lse_strides[0],
@@ -212,7 +248,8 @@ class PreparedMhaForward:
             section=_section(call, heads) if unequal else 1,
             sink_dtype=FLOAT_DTYPES[call.sink_dtype] if call.sink_dtype else 0,
             **scale_params(call),
-            **cache_params(cache, call.d_v),
+            **(cache_params(cache, call.d_v) | ({} if rows is None else _row_params(rows))),
+            skip_tokens=rows.skip_tokens if rows else int(bool(cache and cache.skip_decode)),
             **({} if mods is None else _mod_params(call, mods, tile.keys)),
         )
         # By the addresses of q, k, v, out and the caches.
@@ -257,6 +294,11 @@ def _maps(
         return head_map(address, call.dtype, d, rows, call.h_q, call.total_q, q_batches, strides, group)
 
     def of_keys(address: int, d: int, strides: tuple[int, int, int]) -> bytes:
+        if call.rows is not None:
+            box = box_of(call.d_qk, call.d_v, tile_keys, call.rows.in_pieces(tile_keys))
+            make = pieces_map if box.all_columns else head_map
+            sizes = (call.h_kv, call.rows.block_size, call.rows.num_blocks)
+            return make(address, call.dtype, d, box.tokens, *sizes, strides)
         if cache is not None and cache.own_in_cache:
             return NO_MAP
         tokens = max(1, call.total_k)
@@ -291,7 +333,11 @@ def _load(call: MhaForwardCall, capturing: Callable[[], bool]) -> tuple[jit.Kern
         changes_scores = call.softcap > 0, call.has_alibi
         pages = pages_of(call.cache, call.d_qk)
         tile = tile_of(call.d_qk, call.d_v, any(changes_scores), pages)
-        chosen = spec(*options, call.window_left < NO_BOUND, *changes_scores, pages)
+        window = call.window_left < NO_BOUND
+        if call.rows is None:
+            chosen = spec(*options, window, *changes_scores, pages)
+        else:
+            chosen = rows_spec(*options, window, *changes_scores, call.rows.in_pieces(tile.keys))
     return jit.get_kernel(chosen, call.device, capturing=capturing), tile
 
 
@@ -310,6 +356,9 @@ def _heads_in_a_tile(call: MhaForwardCall, tile_rows: int) -> int:
 def _splits(call: MhaForwardCall, tiles: int, tile_keys: int, sms: int) -> int:
     """Parts that the keys of a tile are cut into."""
     keys, right = call.max_seqlen_k, call.window_right
+    # The combine writes every row, also those that skip_tokens leaves alone.
+    if call.rows is not None and (call.rows.is_whole or call.rows.skip_tokens):
+        return 1
     if call.cache is not None:
         # The combine writes every row, also those that skip_decode leaves alone.
         if call.cache.skip_decode:
@@ -342,6 +391,16 @@ def scale_params(call: MhaForwardCall | BackwardCall) -> dict[str, float]:
         "softmax_scale_log2": 1.0 if call.has_alibi else factor,
         "score_scale": scale / call.softcap if call.softcap else 1.0,
         "score_factor": factor,
+    }
+
+
+def _row_params(rows: RowCache) -> dict[str, Any]:
+    """The members that a call over a cache of rows has besides, or has other values of."""
+    magic, shift = divisor(rows.block_size)
+    return {
+        **fields(rows, "num_blocks", "block_size", "table_rows", "table_stride", "seqlen_new", "total_new"),
+        "block_magic": magic,
+        "block_shift": shift,
     }
 
 

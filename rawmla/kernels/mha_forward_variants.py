@@ -14,6 +14,8 @@ from .common import CHUNK, DTYPES, ceil_div, padded
 from .paged_cache import CACHE_DTYPES, PagedCache
 
 WARPGROUP_ROWS = 64
+PAGE_ROWS = 16
+"""Tokens of a block of a cache of rows that are copied together: cuda_src/mha/row_pages.cuh."""
 _STAGES = 2
 _BARRIER_BYTES = 512
 
@@ -107,6 +109,32 @@ def spec(
     return _variant(dtype, d_qk, d_v, tile, features, pages)
 
 
+def rows_spec(
+    dtype: str, d_qk: int, d_v: int, window: bool, softcap: bool, alibi: bool, in_pieces: bool
+) -> jit.KernelSpec:
+    """The variant for a cache of rows; ``in_pieces``: its blocks do not have the keys of a tile whole."""
+    tile = tile_of(d_qk, d_v, softcap or alibi)
+    features = {"WINDOW": window, "SOFTCAP": softcap, "ALIBI": alibi}
+    box = box_of(d_qk, d_v, tile.keys, in_pieces)
+    return _variant(dtype, padded(d_qk), padded(d_v), tile, features, box=box)
+
+
+class Box(NamedTuple):
+    """What of a cache of rows is copied together."""
+
+    tokens: int  # 0: there is no cache of rows
+    all_columns: bool  # or 64
+
+
+NO_BOX = Box(0, False)
+
+
+def box_of(d_qk: int, d_v: int, tile_keys: int, in_pieces: bool) -> Box:
+    """The box of a cache of rows. Columns past the last one would be the next head's."""
+    has_chunks = d_qk % CHUNK == d_v % CHUNK == 0 and max(d_qk, d_v) > CHUNK
+    return Box(PAGE_ROWS, has_chunks) if in_pieces else Box(tile_keys, False)
+
+
 def flex_spec(
     dtype: str, d_qk: int, d_v: int, keys: int, max_scores: bool, header: tuple[str, str]
 ) -> jit.KernelSpec:
@@ -128,6 +156,7 @@ def _variant(
     tile: Tile,
     features: dict[str, bool],
     pages: Pages = NO_CACHE,
+    box: Box = NO_BOX,
     headers: tuple[tuple[str, str], ...] = (),
 ) -> jit.KernelSpec:
     """The variant with a tile, for head dimensions that `padded` returned."""
@@ -147,6 +176,8 @@ def _variant(
             ("OUT_BUFFER", out_buffer),
             ("OUT_FP8", pages.out_fp8),
             ("PAGED", pages.source),
+            ("PAGE_PIECES", box.all_columns),
+            ("PAGE_ROWS", box.tokens),
             ("TILE_KEYS", tile.keys),
             *(_FEATURES | features).items(),
         ),
@@ -169,6 +200,18 @@ def specs(
                 found.append(spec(dtype, d_qk, d_v, window, softcap=False, alibi=False, pages=pages))
         found.append(mha_combine.spec(dtype, padded(d_v)))
     return list(dict.fromkeys(found))
+
+
+def rows_specs(dtype: str, head_dims: Iterable[tuple[int, int]]) -> list[jit.KernelSpec]:
+    """The variants for caches of rows in the same way."""
+    flags = (False, True)
+    found = [
+        rows_spec(dtype, *dims, window, False, False, in_pieces)
+        for dims in head_dims
+        for window in flags
+        for in_pieces in flags
+    ]
+    return [*found, *[mha_combine.spec(dtype, padded(d_v)) for _, d_v in head_dims]]
 
 
 _slow: BoundedTable[jit.KernelSpec, bool] = BoundedTable(1024)

@@ -16,6 +16,7 @@ from . import (
     block_mask,
     flex_captured,
     mha_backward_variants,
+    mha_decode,
     mha_forward_variants,
     mla_cache_gather,
     mla_cache_write,
@@ -67,6 +68,7 @@ OPTIONS = {
     "prefill_formats": _one_of((), FORMATS),
     "mha_head_dims": _HEAD_DIMS,
     "mha_backward_head_dims": _HEAD_DIMS,
+    "kvcache_head_dims": _HEAD_DIMS,
     "prefix_head_dims": Option(
         (), (64, 128), "ints from 1 to 256", lambda d: type(d) is int and 1 <= d <= 256
     ),
@@ -138,6 +140,14 @@ def _prefix(dtypes: Iterable[str], prefix_head_dims: Iterable[int]) -> Iterator[
         yield from mha_forward_variants.specs(dtype, head_dims, mha_forward_variants.USUAL_CACHES)
 
 
+def _kvcache(dtypes: Iterable[str], kvcache_head_dims: Iterable[tuple[int, int]]) -> Iterator[KernelSpec]:
+    for dtype in dtypes:
+        for dims in kvcache_head_dims:
+            for rows in mha_decode.TILE_ROWS:
+                yield from mha_decode.specs(dtype, rows, *dims)
+        yield from mha_forward_variants.rows_specs(dtype, kvcache_head_dims)
+
+
 def _flex(mha_head_dims: Iterable[tuple[int, int]]) -> Iterator[KernelSpec]:
     # Those without functions, which depend on no option; the others are of a call.
     if mha_head_dims:
@@ -156,6 +166,7 @@ OPERATIONS: dict[str, Callable[..., Iterable[KernelSpec]]] = {
     "mha": _mha,
     "mha_backward": _mha_backward,
     "prefix": _prefix,
+    "kvcache": _kvcache,
     "flex": _flex,
 }
 

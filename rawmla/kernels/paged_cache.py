@@ -62,7 +62,7 @@ _NO_CACHE = dict.fromkeys(
         *("table_stride", "num_blocks", "block_size", "block_magic", "block_shift"),
         *("block_bytes_inverse", "block_bytes_shift"),
         *("k_stride_block", "k_stride_head", "v_stride_block", "v_stride_head", "x", "v_pack"),
-        *("table_entry", "cache_by_tma", "own_in_cache", "skip_decode"),
+        *("table_entry", "cache_by_tma", "own_in_cache"),
         *("k_scale_value", "v_scale_value", "out_scale_value"),
     ),
     0,
@@ -80,7 +80,7 @@ def cache_params(cache: PagedCache | None, d: int) -> dict[str, Any]:
         inverse, bytes_shift = exact_divisor(cache.k_strides[0] * itemsize)
     return {
         **fields(cache, "table_stride", "num_blocks", "block_size", "x", "v_pack"),
-        **fields(cache, "own_in_cache", "skip_decode"),
+        **fields(cache, "own_in_cache"),
         "block_magic": magic,
         "block_shift": shift,
         "k_stride_block": cache.k_strides[0],

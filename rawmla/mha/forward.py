@@ -227,7 +227,7 @@ def check_call(
         if prod(shape[:-2]) >= NO_BOUND:
             raise ValueError(f"{name}: expected less than 2**30 tokens, got shape {list(shape)}")
     check_arguments(of_others, views, sizes, aliases)
-    alibi_stride_b = 0 if arrays.alibi_slopes is None else _check_slopes(arrays.alibi_slopes, sizes)
+    alibi_stride_b = 0 if arrays.alibi_slopes is None else check_slopes(arrays.alibi_slopes, sizes)
     check_places(views, aliases)
     softmax_scale = d_qk**-0.5 if options.softmax_scale is None else options.softmax_scale
     check_softcap(softmax_scale, options.softcap)
@@ -260,7 +260,7 @@ def _check_starts(arrays: DenseArrays, aliases: Mapping[str, str]) -> Sizes:
     return sizes
 
 
-def _check_slopes(slopes: Fields, sizes: Sizes) -> int:
+def check_slopes(slopes: Fields, sizes: Sizes) -> int:
     """Check the slopes; returns the stride between requests."""
     _, shape, strides, *_ = slopes
     check_dtype("alibi_slopes", slopes, "float32")

@@ -58,6 +58,7 @@ from ._formats import decode_e5m2 as decode_e5m2
 from ._formats import decode_e8m0 as decode_e8m0
 from ._formats import encode_e4m3 as encode_e4m3
 from ._formats import round_to_bf16 as round_to_bf16
+from ._kvcache import flash_attn_with_kvcache as flash_attn_with_kvcache
 from ._mha import flash_attn_backward as flash_attn_backward
 from ._mha import flash_attn_func as flash_attn_func
 from ._mha import flash_attn_varlen_backward as flash_attn_varlen_backward

@@ -105,6 +105,18 @@ def read_target(x: Any, name: str, dtypes: tuple[str, ...], shape: Shape | None 
     return read(x, name, dtypes, shape)
 
 
+def read_bounds(
+    x: Any, name: str, total: int | None = None, segments: int | None = None
+) -> NDArray[np.int64]:
+    """Read where segments begin and end: `[segments + 1]` numbers from 0 to `total`, None for no limits."""
+    shape = "b + 1" if segments is None else segments + 1
+    bounds = read(x, name, INT_DTYPES, (shape,)).values.astype(np.int64)
+    if bounds[0] < 0 or (total is not None and bounds[-1] > total) or (np.diff(bounds) < 0).any():
+        limits = "from 0" if total is None else f"from 0 to {total}"
+        raise ValueError(f"{name}: expected numbers {limits} that do not decrease, got {bounds}")
+    return bounds
+
+
 def check_target(x: Any, name: str, dtypes: tuple[str, ...], shape: Shape) -> None:
     """Check an argument that is written if it is not None."""
     if x is not None:

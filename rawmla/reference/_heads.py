@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from math import inf
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ..call.checks import as_softmax_scale
-from ._arrays import Array, Floats
+from ._arrays import Array, Floats, read
 
 
 class Rules(NamedTuple):
@@ -71,6 +71,19 @@ def visible_keys(s_q: int, s_kv: int, first: int, rules: Rules) -> NDArray[np.bo
 def sinks_of(sink: Array | None, h_q: int) -> Floats:
     """Return sinks as numbers, -inf for heads without."""
     return np.full(h_q, -np.inf) if sink is None else sink.floats
+
+
+def slopes_of(alibi_slopes: Any, b: int, h_q: int) -> Floats:
+    """Return slopes of ALiBi `[b, h_q]` for an argument of that shape, of shape `[h_q]`, or None: 0."""
+    slopes = np.zeros((b, h_q))
+    if alibi_slopes is not None:
+        given = read(alibi_slopes, "alibi_slopes", ("float32",))
+        if given.shape not in ((h_q,), slopes.shape):
+            raise ValueError(
+                f"alibi_slopes: expected shape [{h_q}] or {list(slopes.shape)}, got {list(given.shape)}"
+            )
+        slopes[:] = given.floats
+    return slopes
 
 
 class _Scores(NamedTuple):

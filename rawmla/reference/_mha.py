@@ -18,10 +18,11 @@ from ._arrays import (
     check_target,
     is_tensor,
     read,
+    read_bounds,
     read_given,
     store,
 )
-from ._heads import Rules, attend, attend_backward, sinks_of
+from ._heads import Rules, attend, attend_backward, sinks_of, slopes_of
 
 _FUNCTION = TypeVar("_FUNCTION", bound=Callable[..., Any])
 _DTYPES = ("bfloat16", "float16", "float32")
@@ -284,14 +285,7 @@ class _Call(NamedTuple):
         requests = [_Request(i, i, i) for i in range(len(q.values))]
         if sides is not None:
             requests = _segments(sides, len(q.values), len(k.values))
-        slopes = np.zeros((len(requests), h_q))
-        if alibi_slopes is not None:
-            given = read(alibi_slopes, "alibi_slopes", ("float32",))
-            if given.shape not in ((h_q,), slopes.shape):
-                raise ValueError(
-                    f"alibi_slopes: expected shape [{h_q}] or {list(slopes.shape)}, got {list(given.shape)}"
-                )
-            slopes[:] = given.floats
+        slopes = slopes_of(alibi_slopes, len(requests), h_q)
         sink = read_given(attn_sink, "attn_sink", FLOAT_DTYPES, (h_q,))
         return cls(q, k, v, requests, Rules.of(q.shape[-1], *rules), slopes, sink)
 
@@ -363,9 +357,7 @@ def _segments(sides: tuple[_Side, _Side], total_q: int, total_k: int) -> list[_R
 def _read_lengths(side: _Side, total: int, array: str) -> tuple[list[slice], list[slice]]:
     """The rows of each request, and the rows of its tokens."""
     cu_seqlens, seqused, name = side
-    bounds = read(cu_seqlens, name, INT_DTYPES, ("b + 1",)).values.astype(np.int64)
-    if bounds[0] < 0 or bounds[-1] > total or (np.diff(bounds) < 0).any():
-        raise ValueError(f"{name}: expected numbers from 0 to {total} that do not decrease, got {bounds}")
+    bounds = read_bounds(cu_seqlens, name, total)
     used = np.diff(bounds)
     if seqused is not None:
         counts = read(seqused, f"seqused_{array}", INT_DTYPES, used.shape)

@@ -17,9 +17,10 @@ import torch
 from .. import reference
 from ..call import autograd
 from ..kernels.mha_backward_variants import ALL, Needs
-from ..mha import backward, forward, prefix
+from ..mha import backward, forward, kvcache, prefix
 from ..mha.arguments import order_of
 from ..mha.autograd import WHAT
+from ..mha.kvcache import CacheArrays
 from ..mha.prefix_arrays import PrefixArrays, PrefixOptions
 from ..mha.records import DenseArrays, DenseOptions, Gradients, options_of
 from .registration import NoExample, empty_lse, example, register, register_with_out
@@ -45,6 +46,19 @@ _PREFIX = (
     "float? fp8_out_scale_number, Tensor? sinks, bool is_block_table_ptr, int interleaved_v_pack_factor, "
     "bool causal"
 )
+
+_OF_CACHE = (
+    "Tensor? cu_seqlens_q, SymInt? max_seqlen_q, Tensor? cache_seqlens, SymInt? cache_length, "
+    "Tensor? cu_seqlens_k, Tensor? cache_leftpad, Tensor? cache_batch_idx, Tensor? block_table, "
+    f"float? softmax_scale, bool causal, {_MASKS}, SymInt num_splits, Tensor? q_descale, Tensor? k_descale, "
+    "Tensor? v_descale"
+)
+_NEW_TOKENS = (
+    "Tensor k, Tensor v, Tensor? cu_seqlens_k_new, Tensor? rotary_cos, Tensor? rotary_sin, "
+    "Tensor? rotary_seqlens, bool rotary_interleaved"
+)
+_READ_CACHE = f"Tensor q, Tensor k_cache, Tensor v_cache, {_OF_CACHE}"
+_APPEND = f"Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, {_NEW_TOKENS}, {_OF_CACHE}"
 
 
 def _names_in(schema: str) -> list[str]:
@@ -120,7 +134,7 @@ def _prefill(*args: Any) -> Any:
     return prefix.prefill(arrays, options)
 
 
-def _empty_out(q: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def _empty_out(q: torch.Tensor, v: torch.Tensor, dtype: Any = None) -> torch.Tensor:
     """A fresh out, with the strides of `rawmla.mha.arguments.fresh_out_strides`.
 
     Sizes may be symbolic. The order follows from their example values, so that it restricts none.
@@ -136,7 +150,7 @@ def _empty_out(q: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     for axis in reversed(order):
         strides[axis] = step
         step = step * (max(1, shape[axis]) if isinstance(shape[axis], int) else shape[axis])
-    return q.new_empty_strided(shape, strides)
+    return q.new_empty_strided(shape, strides, dtype=dtype)
 
 
 def _empty_varlen_lse(q: torch.Tensor) -> torch.Tensor:
@@ -228,3 +242,47 @@ register(
     lambda **given: reference.context_attention_fwd(**_prefix_arguments(**given)),
     None,
 )
+
+
+def _cache_arguments(**given: Any) -> dict[str, Any]:
+    """Make arguments of `flash_attn_with_kvcache` from an operator's, where lengths and windows have two."""
+    length, window = given.pop("cache_length"), (given.pop("window_left"), given.pop("window_right"))
+    if given["cache_seqlens"] is None:
+        given["cache_seqlens"] = length
+    return {**given, "window_size": window}
+
+
+def _attend_cache(schema: str) -> Callable[..., Any]:
+    """The call of the operator with a schema."""
+    names = _names_in(schema)
+
+    def run(*args: Any, out: Any) -> Any:
+        given = dict.fromkeys(CacheArrays._fields) | {"rotary_interleaved": True}
+        given |= _cache_arguments(**dict(zip(names, args, strict=True)), out=out)
+        arrays = CacheArrays._make([given[name] for name in CacheArrays._fields])
+        return kvcache.attend_cache(
+            arrays,
+            kvcache.cache_options_of(
+                given["max_seqlen_q"], given["softmax_scale"], given["causal"], given["window_size"],
+                given["softcap"], 0, given["rotary_interleaved"], given["num_splits"],
+            ),
+        )  # fmt: skip
+
+    return run
+
+
+def _empty_results(q: torch.Tensor, v_cache: torch.Tensor, **others: Any) -> Result:
+    is_fp8 = q.dtype.itemsize == 1
+    lse = empty_lse(q) if q.ndim == 4 else _empty_varlen_lse(q)
+    return _empty_out(q, v_cache, torch.bfloat16 if is_fp8 else None), lse
+
+
+for _name, _schema in (("flash_attn_kvcache", _READ_CACHE), ("flash_attn_kvcache_append", _APPEND)):
+    register_with_out(
+        _name,
+        _schema,
+        2,
+        _attend_cache(_schema),
+        lambda **given: reference.flash_attn_with_kvcache(**_cache_arguments(**given)),
+        _empty_results,
+    )

@@ -13,6 +13,7 @@ import torch
 from ..call.checks import as_bool
 from ..kernels.mha_backward_variants import Needs
 from ..mha.arguments import as_window, check_chunk, check_dropout, packed_parts
+from ..mha.kvcache import CacheArrays, CacheOptions
 from ..mha.prefix_arrays import PrefixArrays, PrefixOptions
 from ..mha.records import DenseArrays, DenseOptions, Gradients, Packing
 from .registration import call_with_out
@@ -92,6 +93,46 @@ def backpropagate(
         for one, new, is_needed in zip(given, made, needs, strict=False)
     ]
     return *results, dsink
+
+
+def cache_options_of(
+    max_seqlen_q: Any,
+    softmax_scale: Any,
+    causal: Any,
+    window_size: Any,
+    softcap: Any,
+    attention_chunk: Any,
+    rotary_interleaved: Any,
+    num_splits: Any,
+) -> CacheOptions:
+    """As `rawmla.mha.kvcache.cache_options_of`, in the same way as `options_of`."""
+    check_chunk(attention_chunk)
+    refuse_tensors(
+        max_seqlen_q=max_seqlen_q, softmax_scale=softmax_scale, causal=causal, softcap=softcap,
+        rotary_interleaved=rotary_interleaved, num_splits=num_splits,
+    )  # fmt: skip
+    window = as_window(window_size)
+    return CacheOptions(max_seqlen_q, softmax_scale, causal, window, softcap, rotary_interleaved, num_splits)
+
+
+def attend_cache(arrays: CacheArrays, options: CacheOptions) -> tuple[Any, Any]:
+    """As `rawmla.mha.kvcache.attend_cache`."""
+    (
+        q, k_cache, v_cache, k, v, cos, sin, starts, lengths, starts_k, starts_new, leftpad, batch_idx, table,
+        rotary_lengths, sink, slopes, q_descale, k_descale, v_descale, out,
+    ) = arrays  # fmt: skip
+    longest, scale, causal, (left, right), softcap, interleaved, num_splits = options
+    length = None
+    if lengths is not None and not isinstance(lengths, torch.Tensor):
+        lengths, length = None, lengths
+    shared = (
+        starts, longest, lengths, length, starts_k, leftpad, batch_idx, table, scale, causal, left, right,
+        softcap, sink, slopes, num_splits, q_descale, k_descale, v_descale,
+    )  # fmt: skip
+    if k is None and v is None and cos is None and sin is None and rotary_lengths is None:
+        return call_with_out("flash_attn_kvcache", (q, k_cache, v_cache, *shared), out)
+    new = (k, v, starts_new, cos, sin, rotary_lengths, interleaved)
+    return call_with_out("flash_attn_kvcache_append", (q, k_cache, v_cache, *new, *shared), out)
 
 
 def prefill(arrays: PrefixArrays, options: PrefixOptions) -> Any:

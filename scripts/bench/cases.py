@@ -13,7 +13,9 @@ Row = dict[str, Any]
 Call = Callable[[int], Any]
 """Makes one call, given its number."""
 
-OURS, CUDNN, FLASH_ATTENTION_4 = "rawmla", "cuDNN", "FlashAttention-4"
+OURS, CUDNN, FLASH_ATTENTION_3, FLASH_ATTENTION_4 = "rawmla", "cuDNN", "FlashAttention-3", "FlashAttention-4"
+CONTIGUOUS = f"{OURS} contiguous"
+"""Another call of ours, beside which a case is timed."""
 
 LENGTH_SEED = 0
 """Seed of lengths that are drawn."""
@@ -33,14 +35,16 @@ class Arrays(SimpleNamespace):
 class Prepared:
     """A case that is ready to be timed: a first call gave the right result, up to the relative L2 `error`.
 
-    `call` takes the number of one of `sets` of data, for runs whose data must not stay in L2. `ordered` is
-    the deterministic call. `peers` make the calls of other libraries on the same inputs. `more` measures what
+    `call` takes the number of one of `sets` of data, for runs whose data must not stay in L2. With `in_turn`
+    all figures are of such runs: `call` and `peers` take any number, and the sets in turn. `ordered` is the
+    deterministic call. `peers` make the calls of other libraries on the same inputs. `more` measures what
     only some cases have.
     """
 
     call: Call
     error: float
     sets: int = 1
+    in_turn: bool = False
     ordered: Call | None = None
     peers: Mapping[str, Callable[[], Call]] = field(default_factory=dict)
     more: Callable[[int], Row] = lambda replays: {}

@@ -30,8 +30,11 @@ from typing import Any
 
 from . import ROOT, record
 from . import run as benchmark
+from .cases import CUDNN, FLASH_ATTENTION_4
 
 STAGES = ("bench", "tests", "sanitizer")
+NEEDED_BESIDE = (CUDNN, FLASH_ATTENTION_4)
+"""Libraries beside which a whole record has figures."""
 SANITIZER_TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
 MEASURING_TESTS = r"host_time"
 """Names of the test files that measure time: they run with no other test beside them."""
@@ -272,6 +275,9 @@ def shortcomings(parts: Sequence[record.Part]) -> list[str]:
     for stage, names in whole.items():
         there = record.results(parts, stage)
         found += [f"{stage}: without {name}" for name in names if name not in there]
+    # A library that is not installed is left out in silence, and without it ratios flatter.
+    beside = {name for row in record.latest(parts, "bench") for name in row.get("beside", {})}
+    found += [f"bench: no row beside {name}" for name in NEEDED_BESIDE if name not in beside]
     return found
 
 

@@ -15,6 +15,14 @@ from .cases import CUDNN, DTYPES, FLASH_ATTENTION_4, LENGTH_SEED, Arrays, Call, 
 from .reference import AttentionCase, Request
 
 
+def drawn_lengths(rng: random.Random, count: int, mean: int) -> list[int]:
+    """Lengths from a normal distribution (deviation mean / 2), scaled to this mean, rounded down, at least
+    1.
+    """
+    drawn = [max(1.0, rng.normalvariate(mean, mean / 2)) for _ in range(count)]
+    return [max(1, int(one * count * mean / sum(drawn))) for one in drawn]
+
+
 @dataclass(eq=False)
 class DenseCase(AttentionCase):
     """One forward call: b requests of s query tokens and s keys each, or with varlen of about as many.
@@ -49,12 +57,8 @@ class DenseCase(AttentionCase):
         if not self.varlen:
             return [(self.s, self.s)] * self.b
         rng = random.Random(LENGTH_SEED)
-
-        def draw() -> list[int]:
-            drawn = [max(1.0, rng.normalvariate(self.s, self.s / 2)) for _ in range(self.b)]
-            return [max(1, int(one * self.b * self.s / sum(drawn))) for one in drawn]
-
-        return [(queries, max(queries, keys)) for queries, keys in zip(draw(), draw(), strict=True)]
+        drawn = zip(*(drawn_lengths(rng, self.b, self.s) for _ in range(2)), strict=True)
+        return [(queries, max(queries, keys)) for queries, keys in drawn]
 
     def _pairs(self, queries: int, keys: int) -> float:
         if self.window is not None:

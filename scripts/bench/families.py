@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 
-from . import around, dense, flex, measure, mla, prefix
+from . import around, dense, flex, kvcache, measure, mla, prefix
 from .cases import Case, Row
 from .measure import IN_TURNS
 
 KINDS: tuple[type[Case], ...] = (
     *(mla.DecodeCase, mla.SparseCase, mla.PrefillCase, mla.MetadataCase),
-    *(dense.DenseCase, dense.DenseBackwardCase, prefix.PrefixCase),
+    *(dense.DenseCase, dense.DenseBackwardCase, kvcache.KvCacheCase, prefix.PrefixCase),
     *(flex.FlexCase, flex.FlexBackwardCase, flex.BlockMaskCase),
     *(around.CacheCase, around.ConvertCase, around.MergeCase),
 )
@@ -127,6 +127,22 @@ FAMILIES = (
         mha-b2-s8192-h16-d128-causal-{fp16,softcap30-bf16,sink-bf16,window1024-bf16}-fixed
         mha-b2-s8192-h16-d128-{causal-,}bf16-varlen
         mha-{b8-s2048,b32-s512}-h16-d128-causal-bf16-varlen
+        """,
+        IN_TURNS,
+    ),
+    Family(
+        "decoding over caches",
+        "kvcache lengths=(300,77) h_q=4 new=1 rotary=1.0 causal=True",
+        """
+        kvcache-b1-q1-{k1024,k8192,k32768}-h32kv8-d128-bf16-page16
+        kvcache-{b8-q1-k1024,b8-q1-k4096,b8-q1-k16384,b32-q1-k4096,b64-q1-k8192}-h32kv8-d128-bf16-page16
+        kvcache-b32-q1-k4096-{h64kv8-d128,h28kv4-d128,h32kv32-d128,h64kv8-d64,h16kv8-d256}-bf16-page16
+        kvcache-b32-q1-k4096-h32kv8-d128-bf16-{page1,page64,page256,contiguous,page16-ragged}
+        kvcache-b32-{q4,q8}-k4096-h32kv8-d128-bf16-page16
+        kvcache-{b8-q1-k16384,b32-q1-k4096}-h32kv8-d128-fp8-page16
+        kvcache-{b32-q1-k4096,b1-q1-k1024}-h32kv8-d128-bf16-page16-append
+        kvcache-{b1-q2048-k8192,b1-q2048-k32768,b4-q512-k4096}-h32kv8-d128-bf16-page16-segments
+        kvcache-b72-q1-k4096-h32kv8-d128-bf16-page16-first8q512
         """,
         IN_TURNS,
     ),

@@ -73,12 +73,14 @@ def time_attention(case: Case, rounds: int, replays: int, sustain_seconds: float
     """
     ready = case.prepare()
     count = calls_per_graph(case, GRAPH_FLOPS_IN_TURNS if rounds > 1 else GRAPH_FLOPS)
+    if ready.in_turn:  # every set as often as the others
+        count = -(-count // ready.sets) * ready.sets
     kind = Enqueued if ready.ordered is not None and ready.peers else Graph
     timers, failures = _beside(ready, kind, count)
     kind, rounds = (kind, IN_TURNS) if timers else (Graph, rounds)
 
     def ours(kind: type[Graph], count: int) -> Graph:
-        return kind(repeat(lambda _: ready.call(0), count), count)
+        return kind(repeat(ready.call if ready.in_turn else lambda _: ready.call(0), count), count)
 
     timers = {OURS: ours(kind, count), **timers}
     samples: dict[str, dict[str, list[float]]] = {name: {} for name in timers}
@@ -96,7 +98,7 @@ def time_attention(case: Case, rounds: int, replays: int, sustain_seconds: float
         for name, timer in timers.items():
             note(name, "", timer.rested(replays))
     more = _backward_figures(ready, count, replays) | ready.more(replays)
-    if ready.sets > 1:
+    if ready.sets > 1 and not ready.in_turn:
         more["cold_us"] = time_graph(repeat(ready.call, ready.sets), ready.sets, replays)["us"]
     if rounds > 1:
         # Untimed: without it the first alone would be timed after a rest.

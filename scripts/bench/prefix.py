@@ -22,6 +22,19 @@ OUT_SCALE = 2.0**-10
 """Of an FP8 output. Its numbers are normal ones then; results of some thousand keys are about 0.02."""
 
 
+def page_table(pages: list[int]) -> Any:
+    """A table of so many pages of each request, all pages in a random order."""
+    table = torch.zeros(len(pages), max(pages), dtype=torch.int32)
+    for row, numbers in zip(table, torch.randperm(sum(pages)).int().split(pages), strict=True):
+        row[: len(numbers)] = numbers
+    return table
+
+
+def stored(values: Any, cache: str, scale: float) -> Any:
+    """Values as a cache has them: bf16, or e4m3 with this scale."""
+    return values if cache == "bf16" else (values / scale).to(torch.float8_e4m3fn)
+
+
 @dataclass(eq=False)
 class PrefixCase(AttentionCase):
     """One call: b requests of query_len new tokens each after ctx_len older ones, which lie in pages; with
@@ -88,16 +101,10 @@ class PrefixCase(AttentionCase):
         def normal(*shape: int) -> Any:
             return torch.randn(*shape, device=device, dtype=torch.bfloat16)
 
-        def cache(scale: float, *shape: int) -> Any:
-            values = normal(*shape)
-            return values if self.cache == "bf16" else (values / scale).to(torch.float8_e4m3fn)
-
         def integers(values: Any) -> Any:
             return torch.tensor(list(values), dtype=torch.int32, device=device)
 
-        table = torch.zeros(self.b, max(pages), dtype=torch.int32)
-        for row, numbers in zip(table, torch.randperm(blocks).int().split(pages), strict=True):
-            row[: len(numbers)] = numbers
+        table = page_table(pages)
         q = normal(tokens, self.h_q, self.d)
         slopes = [2 ** (-8 * (head + 1) / self.h_q) for head in range(self.h_q)]
         return Arrays(
@@ -105,8 +112,8 @@ class PrefixCase(AttentionCase):
             k=normal(tokens, self.h_kv, self.d),
             v=normal(tokens, self.h_kv, self.d),
             out=torch.empty_like(q, dtype=torch.float8_e4m3fn if self.fp8out else q.dtype),
-            k_cache=cache(SCALES[0], blocks, self.h_kv, self.d // x, page, x),
-            v_cache=cache(SCALES[1], blocks, self.h_kv, self.d, page),
+            k_cache=stored(normal(blocks, self.h_kv, self.d // x, page, x), self.cache, SCALES[0]),
+            v_cache=stored(normal(blocks, self.h_kv, self.d, page), self.cache, SCALES[1]),
             block_table=table.to(device),
             start_loc=integers([0, *accumulate(lengths)]),
             seq_lens=integers(seq_lens),

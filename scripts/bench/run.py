@@ -1,5 +1,5 @@
-"""Benchmark of rawmla's dense and sparse decoding, sparse prefill, dense attention, prefix prefill, flex
-attention, their backward, and of what goes with them.
+"""Benchmark of rawmla's dense and sparse decoding, sparse prefill, dense attention, decoding over caches,
+prefix prefill, flex attention, their backward, and of what goes with them.
 
 On a machine with a Hopper GPU and torch: compiles what is not compiled yet and times every case (or those
 that --cases selects) next to the ceilings of the same run, and beside the libraries that can be imported. A

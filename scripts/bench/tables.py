@@ -100,7 +100,8 @@ def pairs(row: Row, stored: Stored) -> list[Pair]:
 
 def better(found: Iterable[Pair], way: str) -> Pair | None:
     """The pair with the fastest other library, if any was taken that way."""
-    return min((pair for pair in found if pair.way == way), key=lambda pair: pair.ratio, default=None)
+    others = (pair for pair in found if pair.way == way and not pair.label.startswith(OURS))
+    return min(others, key=lambda pair: pair.ratio, default=None)
 
 
 def _cells(row: Row, found: Sequence[Pair]) -> dict[str, str]:

@@ -17,6 +17,7 @@ from rawmla.flex import functions
 from rawmla.kernels import (
     common,
     mha_backward,
+    mha_decode,
     mha_forward,
     mla_cache_gather,
     mla_cache_write,
@@ -28,6 +29,7 @@ from rawmla.kernels import mla_combine as combine
 from rawmla.kernels import mla_dense_decode as dense_decode
 from rawmla.kernels import mla_metadata as metadata
 from rawmla.kernels import mla_sparse as sparse_decode
+from rawmla.mha import kvcache
 
 SM_COUNT = 132
 COPY = 0xC0000  # the address of a copy; further ones are 0x1000 apart
@@ -102,7 +104,7 @@ class FakeFramework:
 
     def aligned_copy(self, array: FakeArray, name: str, dtype: str | None = None) -> FakeArray:
         flex = ("query", "key", "value", "grad_out", *LISTS, *Q_LISTS)
-        assert name in ("q", "k", "v", "kv", "qkv", "out", "dout", *flex)
+        assert name in ("q", "k", "v", "kv", "qkv", "out", "dout", "rotary_cos", "rotary_sin", *flex)
         self.copied.append(array)
         return array.but(strides=None, ptr=COPY + 0x1000 * len(self.copied), dtype=dtype or array.dtype)
 
@@ -145,6 +147,7 @@ class World:
     mha: list[SimpleNamespace]
     mha_backward: list[SimpleNamespace]
     prefix: list[SimpleNamespace]
+    kvcache: list[SimpleNamespace]
     flex: list[SimpleNamespace]
     flex_backward: list[SimpleNamespace]
     plans: list[Arguments]
@@ -156,7 +159,7 @@ class World:
     @property
     def launched(self) -> list[Arguments]:
         """The launches of all families."""
-        attention = (self.decodes, self.sparse, self.mha, self.mha_backward, self.prefix)
+        attention = (self.decodes, self.sparse, self.mha, self.mha_backward, self.prefix, self.kvcache)
         with_mods = (self.flex, self.flex_backward, self.enqueued)
         others = [vars(launch) for launches in (*attention, *with_mods) for launch in launches]
         return [*self.plans, *self.around, *others]
@@ -249,6 +252,29 @@ class PreparedMha:
         self.launches.append(launch)
 
 
+class PreparedCache:
+    """Stands in for the launches of attention over caches."""
+
+    scratch_bytes = 48
+
+    def __init__(
+        self,
+        launches: list[SimpleNamespace],
+        call: Any,
+        paged: bool,
+        serves_long: bool,
+        capturing: Callable[[], bool],
+    ) -> None:
+        self.launches, self.call, self.capturing = launches, call, capturing
+        self.paged, self.serves_long = paged, serves_long
+
+    def launch(self, stream: int, addresses: Any, scratch: int, cache_length: int) -> None:
+        launch = SimpleNamespace(call=self.call, stream=stream, scratch=scratch, prepared=self)
+        launch.addresses = mha_decode.MhaDecodeAddresses(*addresses)
+        launch.cache_length = cache_length
+        self.launches.append(launch)
+
+
 class LoadedKernel:
     """Stands in for a kernel that is launched by itself."""
 
@@ -264,7 +290,7 @@ class LoadedKernel:
 
 def make_world(monkeypatch: pytest.MonkeyPatch) -> World:
     """Stand-ins for arrays, launches and the device, for the length of a test."""
-    made = World(FakeFramework(), *[[] for _ in range(12)])
+    made = World(FakeFramework(), *[[] for _ in range(13)])
 
     def clear(address: int, size: int, stream: int, device: int) -> None:
         made.enqueued.append(SimpleNamespace(name="clear", address=address, size=size, stream=stream))
@@ -296,6 +322,7 @@ def make_world(monkeypatch: pytest.MonkeyPatch) -> World:
 
     monkeypatch.setattr(mha_forward, "PreparedMhaForward", prepared_forward)
     monkeypatch.setattr(mha_backward, "PreparedMhaBackward", prepared_backward)
+    monkeypatch.setattr(kvcache, "PreparedCached", partial(PreparedCache, made.kvcache))
     monkeypatch.setattr(jit, "get_kernel", lambda *which, capturing: LoadedKernel(made, *which, capturing))
     monkeypatch.setattr(jit, "clear", clear)
     for module in (mla_cache_write, mla_cache_gather, mla_convert_indices, mla_merge_states):

@@ -12,6 +12,7 @@ from unittest import mock
 
 from kit import DenseCase, SparseCase, compare
 from kit.flex import FlexCase
+from kit.kvcache import KvCacheCase
 from kit.mha import MhaCase
 from kit.prefix import PrefixCase
 from operations import (
@@ -21,6 +22,7 @@ from operations import (
     dense_backward,
     flex,
     flex_backward,
+    kvcache,
     mla_decode,
     mla_prefill,
     mla_sparse,
@@ -37,6 +39,7 @@ def make_backward(make: Callable[..., Call], case: Any, device: str) -> Call:
 FAMILIES: dict[str, tuple[Callable[..., Any], Callable[[Any, str], Call]]] = {
     "mha": (MhaCase, dense.make_dense_call),
     "mha_backward": (MhaCase, partial(make_backward, dense_backward.make_dense_backward_call)),
+    "kvcache": (KvCacheCase, kvcache.make_kvcache_call),
     "prefix": (PrefixCase, prefix.make_prefix_call),
     "flex": (FlexCase, flex.make_traced_call),
     "flex_backward": (

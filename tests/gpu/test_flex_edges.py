@@ -519,3 +519,22 @@ def test_a_captured_gradient_past_2_31_elements(form: str) -> None:
     assert captured["table"].shape == (rows, 512)
     assert not any(bool(part.any()) for part in captured["table"][:-read].split(1 << 18))
     check_backward(at_end, (dq, dk, dv, {"table": captured["table"][-read:].clone()}))
+
+
+@pytest.mark.parametrize("mask", (None, "window"))
+@pytest.mark.parametrize("s_q", (1, 70))
+def test_few_queries_over_many_keys(s_q: int, mask: str | None) -> None:
+    """Keys are split over multiprocessors; results are those of dense attention within roundings of out."""
+    b, h, s_k, d = 2, 4, 20_000, 128
+    q, k, v = (torch.randn(b, h, s, d, dtype=torch.bfloat16, device="cuda") for s in (s_q, s_k, s_k))
+    first = s_k - s_q
+
+    def in_window(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return (q + first >= k) & (q + first - k <= 3000)
+
+    lists = None if mask is None else rawmla.create_block_mask(in_window, None, None, s_q, s_k)
+    out, lse = rawmla.flex_attention(q, k, v, block_mask=lists, return_lse=True)
+    window = (-1, -1) if mask is None else (3000, 0)
+    want, want_lse = rawmla.flash_attn_func(*[x.transpose(1, 2) for x in (q, k, v)], window_size=window)
+    torch.testing.assert_close(out, want.transpose(1, 2), rtol=2**-7, atol=2**-10)
+    torch.testing.assert_close(lse, want_lse, rtol=0, atol=1e-4)

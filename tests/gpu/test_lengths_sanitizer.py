@@ -170,6 +170,78 @@ def prefix_calls(place: Place, **options: Any) -> Calls:
     return calls
 
 
+# ---- attention over a cache
+
+
+def kvcache_calls(place: Place, page: int | None, appends: bool, fp8: bool = False, **options: Any) -> Calls:
+    """Calls with SEGMENTS for q, new tokens and lengths, with lengths and tables of any values, and forms of
+    these. Requests that the ends of arrays cut have the results of shorter ones.
+    """
+    kind, columns = torch.float8_e4m3fn if fp8 else torch.bfloat16, 192 // (page or 192)
+    q, k, v = (place(numbers(TOKENS, h, D, dtype=t)) for h, t in ((2, torch.bfloat16), (1, kind), (1, kind)))
+    good_table = torch.arange(3 * columns).view(3, columns).int()
+    bad_table = torch.tensor(BLOCKS).repeat(3 * columns)[: 3 * columns].view(3, columns).int()
+
+    def call(starts: tuple[int, ...], new: tuple[int, ...], most: int, table: Any, **more: Any) -> Any:
+        caches = [place(numbers(3 * columns, page or 192, 1, D, dtype=kind)) for _ in "kv"]
+        out = place(torch.full((TOKENS, 2, D), float("nan"), dtype=torch.bfloat16))
+        given = {name: place(x) if torch.is_tensor(x) else x for name, x in more.items()}
+        if appends:
+            given |= {"k": k, "v": v, "cu_seqlens_k_new": place(int32(*new))}
+        return rawmla.flash_attn_with_kvcache(
+            q, *caches, block_table=None if page is None else place(table),
+            cu_seqlens_q=place(int32(*starts)), max_seqlen_q=most, out=out, **options | given,
+        )  # fmt: skip
+
+    def compared(starts: tuple[int, ...], new: tuple[int, ...], most: int) -> None:
+        lengths = {"cache_seqlens": int32(20, 7, 0)}
+        got = call(starts, new, most, good_table, **lengths)
+        inside, inside_new = cut(starts), cut(new)
+        if inside is None or inside_new is None or most < TOKENS:
+            return
+        want = call(inside, inside_new, most, good_table, **lengths)
+        rows = slice(inside[0], inside[-1])
+        for one, other in zip(got, want, strict=True):
+            assert_same_bits("a row", one[rows], other[rows])
+
+    def numbers_past_int32() -> None:
+        for length, most in ((2**40 + 5, 192), (10**30, 192), (-(2**32) + 5, -TOKENS)):
+            got, want = (
+                call(good, good, TOKENS, good_table, cache_seqlens=given)[0] for given in (length, most)
+            )
+            assert_same_bits(f"{length}", got, want)
+
+    good, longest = (0, 40, 40, 160), cycle((TOKENS, 10**6, 1))
+    calls: Calls = {}
+    for name, bad in SEGMENTS.items():
+        calls[f"q {name}"] = partial(compared, bad, good, next(longest))
+        if appends:
+            calls[f"new {name}"] = partial(compared, good, bad, next(longest))
+        calls[f"lengths {name}"] = partial(call, good, bad, TOKENS, good_table, cu_seqlens_k=int32(*bad))
+    for lengths in (*USED, (192, 193, -40)):
+        of_device = {"cache_seqlens": int32(*lengths)}
+        calls[f"{lengths}"] = partial(call, good, good, TOKENS, bad_table, **of_device)
+        calls[f"{lengths}, rows"] = partial(
+            call, good, good, TOKENS, good_table, **of_device, cache_batch_idx=int32(MOST, 2, LEAST)
+        )
+        calls[f"{lengths}, padding"] = partial(
+            call, good, good, TOKENS, good_table, **of_device, cache_leftpad=int32(LEAST, 30, MOST)
+        )
+    if page is not None:
+        calls["a table without rows"] = partial(
+            call, good, good, TOKENS, good_table[:0], cache_seqlens=int32(5, 150, 192),
+            cache_batch_idx=int32(0, 1, 3 * columns - 1),
+        )  # fmt: skip
+    calls["numbers past int32"] = numbers_past_int32
+    if appends and not fp8:
+        for positions in (int32(LEAST, MOST, 5), None):
+            angles = {"rotary_cos": numbers(9, 32), "rotary_sin": numbers(9, 32), "rotary_seqlens": positions}
+            calls[f"rotated from {positions}"] = partial(
+                call, good, good, TOKENS, good_table, cache_seqlens=int32(-3, MOST, 100), **angles
+            )
+    return calls
+
+
 # ---- flex attention
 
 
@@ -347,6 +419,11 @@ OPERATIONS: dict[str, Callable[[Place], Calls]] = {
     "prefix, by TMA": prefix_calls,
     "prefix, gathered": partial(prefix_calls, x=16),
     "prefix, fp8": partial(prefix_calls, x=16, kv_cache_dtype="fp8"),
+    "cache of rows": partial(kvcache_calls, page=None, appends=False),
+    "cache of rows, new tokens": partial(kvcache_calls, page=None, appends=True, causal=True),
+    "pages of 16": partial(kvcache_calls, page=16, appends=True, window_size=(50, 9)),
+    "pages of 12": partial(kvcache_calls, page=12, appends=True, num_splits=1, causal=True),
+    "pages of 12, fp8": partial(kvcache_calls, page=12, appends=True, fp8=True),
     "flex": flex_calls,
     "dense decode": partial(dense_decode_calls, h_q=64),
     "dense decode, few rows": partial(dense_decode_calls, h_q=FEW_HEADS),

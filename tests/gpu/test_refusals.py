@@ -33,7 +33,7 @@ def all_arguments(call: Call) -> Arguments:
 
 def _wrong_dtype(x: Any) -> Any:
     """bool or, for integers, int64, which is the common mistake."""
-    return x.bool() if x.is_floating_point() else x.long()
+    return x.float().bool() if x.is_floating_point() else x.long()
 
 
 def _another_shape(x: Any) -> Any:
@@ -105,7 +105,7 @@ def wrong_arrays(operation: Operation, good: Arguments) -> Iterator[tuple[type[E
 def wrong_outputs(operation: Operation, call: Call, want: Any) -> Iterator[tuple[Any, str, Arguments]]:
     """Outputs of another dtype, of another shape and of another place."""
     for name, result in zip(operation.outputs if operation.out else (), want, strict=False):
-        shorter = result[:, :1] if call.written is None else result[:, :-8]
+        shorter = result[..., :-1] if call.written is None else result[:, :-8]
         for kind, given in (
             (TypeError, _wrong_dtype(result)),
             (ValueError, shorter),

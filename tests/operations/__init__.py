@@ -21,6 +21,7 @@ from .dense import MHA, MHA_KV, MHA_QKV, MHA_VARLEN  # noqa: E402
 from .dense_backward import MHA_BACKWARD, MHA_VARLEN_BACKWARD  # noqa: E402
 from .flex import BLOCK_MASK, BLOCK_MASK_TRACED, FLEX, FLEX_TRACED  # noqa: E402
 from .flex_backward import FLEX_BACKWARD, FLEX_BACKWARD_TRACED  # noqa: E402
+from .kvcache import KVCACHE, KVCACHE_FP8, KVCACHE_ROWS, KVCACHE_VARLEN  # noqa: E402
 from .merge import MERGE  # noqa: E402
 from .mla_decode import DENSE  # noqa: E402
 from .mla_prefill import prefill_operation  # noqa: E402
@@ -62,6 +63,10 @@ OPERATIONS = (
     MHA_KV,
     MHA_BACKWARD,
     MHA_VARLEN_BACKWARD,
+    KVCACHE,
+    KVCACHE_ROWS,
+    KVCACHE_VARLEN,
+    KVCACHE_FP8,
     PREFIX,
     PREFIX_GATHERED,
     PREFIX_FP8,

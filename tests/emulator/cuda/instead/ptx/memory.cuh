@@ -29,10 +29,11 @@ inline unsigned char* emulator_matrix_row(emulator::Lanes addresses, int matrix,
     if (address % 16) emulator::fail("ldmatrix or stmatrix: an address that is no multiple of 16");
     return emulator::shared(address, 16);
 }
-inline void emulator_stmatrix(u32 dst, const u32 (&r)[4], bool is_transposed) {
+template <int kCount>
+inline void emulator_stmatrix(u32 dst, const u32 (&r)[kCount], bool is_transposed) {
     const emulator::Lanes addresses = emulator::exchange(&dst, sizeof dst, "stmatrix");
     const int lane = threadIdx.x % 32;
-    for (int matrix = 0; matrix < 4; ++matrix)
+    for (int matrix = 0; matrix < kCount; ++matrix)
         for (int i = 0; i < 2; ++i) {
             const int major = lane / 4, minor = 2 * (lane % 4) + i;
             const u16 value = r[matrix] >> 16 * i;
@@ -41,16 +42,27 @@ inline void emulator_stmatrix(u32 dst, const u32 (&r)[4], bool is_transposed) {
         }
 }
 __device__ __forceinline__ void stmatrix_x4(u32 dst, u32 r0, u32 r1, u32 r2, u32 r3) {
-    emulator_stmatrix(dst, {r0, r1, r2, r3}, false);
+    emulator_stmatrix<4>(dst, {r0, r1, r2, r3}, false);
 }
 __device__ __forceinline__ void stmatrix_x4_trans(u32 dst, u32 r0, u32 r1, u32 r2, u32 r3) {
-    emulator_stmatrix(dst, {r0, r1, r2, r3}, true);
+    emulator_stmatrix<4>(dst, {r0, r1, r2, r3}, true);
+}
+__device__ __forceinline__ void stmatrix_x2_trans(u32 dst, u32 r0, u32 r1) {
+    emulator_stmatrix<2>(dst, {r0, r1}, true);
 }
 __device__ __forceinline__ void ldmatrix_x4(u32 (&v)[4], u32 src) {
     const emulator::Lanes addresses = emulator::exchange(&src, sizeof src, "ldmatrix");
     const int lane = threadIdx.x % 32;
     for (int matrix = 0; matrix < 4; ++matrix)
         memcpy(&v[matrix], emulator_matrix_row(addresses, matrix, lane / 4) + 4 * (lane % 4), 4);
+}
+__device__ __forceinline__ void ldmatrix_x4_trans(u32 (&v)[4], u32 src) {
+    const emulator::Lanes addresses = emulator::exchange(&src, sizeof src, "ldmatrix");
+    const int lane = threadIdx.x % 32;
+    for (int matrix = 0; matrix < 4; ++matrix)
+        for (int i = 0; i < 2; ++i)
+            memcpy(reinterpret_cast<u16*>(&v[matrix]) + i,
+                   emulator_matrix_row(addresses, matrix, 2 * (lane % 4) + i) + 2 * (lane / 4), 2);
 }
 
 __device__ __forceinline__ uint4 load_shared_16(u32 src) {
@@ -67,6 +79,12 @@ __device__ __forceinline__ u32 load_shared_4(u32 src) {
     u32 value;
     memcpy(&value, emulator::shared(src, 4), sizeof value);
     return value;
+}
+__device__ __forceinline__ void store_shared_4(u32 dst, u32 value) {
+    memcpy(emulator::shared(dst, 4), &value, sizeof value);
+}
+__device__ __forceinline__ void store_shared_16(u32 dst, const uint4& value) {
+    memcpy(emulator::shared(dst, 16), &value, sizeof value);
 }
 
 __device__ __forceinline__ int load_global(const int* ptr) { return *ptr; }

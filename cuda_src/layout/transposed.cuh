@@ -1,11 +1,11 @@
-// Score and output fragments of transposed products, where tokens (or columns of V) are rows and up to 16
-// queries are columns: for tiles of few queries. A thread has four queries, i = 0 .. 3, and two rows of each:
+// Score and output fragments of transposed products, where tokens (or columns of V) are rows and queries are
+// columns: for tiles of few queries. Of 4 n queries a thread has n, i = 0 .. n - 1, and two rows of each:
 // lane / 4 and that + 8.
 #pragma once
 #include "common/types.cuh"
 #include "ptx/sync.cuh"
 
-// The thread's query i, and the accumulator of its first row; that of the second is two behind.
+// The thread's query i, and the accumulator of its first row. The second row's comes two after it.
 __device__ __forceinline__ int query_of(int i) { return 8 * (i / 2) + lane_index() % 4 * 2 + i % 2; }
 __device__ __forceinline__ constexpr int accumulator_of(int i) { return i / 2 * 4 + i % 2; }
 

@@ -1,0 +1,109 @@
+"""The kernels that attend over a cache: decoding of few query rows, dense attention, or both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from .common import ceil_div
+from .mha_decode import TILE_ROWS, MhaDecodeAddresses, MhaDecodeCall, PreparedMhaDecode
+from .mha_forward import NO_BOUND, MhaForwardAddresses, MhaForwardCall, PreparedMhaForward, RowCache
+from .mha_forward_variants import PAGE_ROWS
+
+_ALIGNMENT = 128
+
+
+class PreparedCached:
+    """The launches of a call, which take ``scratch_bytes`` of scratch; 0: none.
+
+    Requests with more query rows than a tile of decoding has go to dense attention, which loads keys once for
+    128 of them. With segments the host does not know which requests these are: both kernels run, and each
+    leaves the other's requests alone. New tokens are appended by decoding, which runs first.
+    """
+
+    def __init__(
+        self, call: MhaDecodeCall, paged: bool, serves_long: bool, capturing: Callable[[], bool]
+    ) -> None:
+        """Load the kernels.
+
+        ``paged``: there is a block table. ``serves_long``: dense attention knows how to read the call's
+        arrays. ``capturing`` as in `rawmla.jit.get_kernel`.
+        """
+        group = call.h_q // call.h_kv
+        most_tokens = max(TILE_ROWS[-1] // group, 1)
+        self._decode = self._forward = None
+        self._decode_bytes = 0
+        fits = not paged or call.block_size % PAGE_ROWS == 0
+        if (
+            serves_long
+            and fits
+            and call.max_seqlen_q > most_tokens
+            and call.num_blocks
+            and call.table_columns
+        ):
+            if not call.varlen_q:
+                most_tokens = 0
+            self._forward = PreparedMhaForward(_forward_call(call, paged, most_tokens), capturing)
+            call = call._replace(most_tokens=most_tokens)
+        if self._forward is None or call.seqlen_new or most_tokens:
+            self._decode = PreparedMhaDecode(call, capturing)
+            self._decode_bytes = ceil_div(self._decode.scratch_bytes, _ALIGNMENT) * _ALIGNMENT
+        self.scratch_bytes = self._decode_bytes
+        if self._forward is not None:
+            self.scratch_bytes += self._forward.scratch_bytes
+
+    def launch(self, stream: int, addresses: tuple[int, ...], scratch: int, cache_length: int) -> None:
+        """Enqueue the kernels; arguments as of `PreparedMhaDecode.launch`."""
+        if self._decode is not None:
+            self._decode.launch(stream, addresses, scratch, cache_length)
+        if self._forward is not None:
+            given = MhaDecodeAddresses(*addresses)
+            places = MhaForwardAddresses(
+                given.q, given.k_cache, given.v_cache, given.out, given.lse, given.cu_seqlens_q,
+                given.cu_seqlens_k, 0, given.cache_seqlens, given.attn_sink, given.alibi_slopes,
+                given.block_table,
+            )  # fmt: skip
+            scratch += self._decode_bytes
+            self._forward.launch(stream, places, scratch, given.cache_batch_idx, given.cu_seqlens_k_new)
+
+
+def _forward_call(call: MhaDecodeCall, paged: bool, skip_tokens: int) -> MhaForwardCall:
+    """The call of dense attention for requests with more than ``skip_tokens`` query tokens."""
+    capacity = call.block_size * call.table_columns
+    return MhaForwardCall(
+        device=call.device,
+        dtype=call.dtype,
+        b=call.b,
+        k_batches=call.b,
+        h_q=call.h_q,
+        h_kv=call.h_kv,
+        d_qk=call.d_qk,
+        d_v=call.d_v,
+        varlen=call.varlen_q,
+        max_seqlen_q=call.max_seqlen_q,
+        max_seqlen_k=capacity,
+        total_q=call.total_q,
+        total_k=NO_BOUND,
+        q_strides=call.q_strides,
+        k_strides=call.k_strides,
+        v_strides=call.v_strides,
+        out_strides=call.out_strides,
+        lse_strides=call.lse_strides,
+        softmax_scale=call.softmax_scale,
+        window_left=call.window_left,
+        window_right=call.window_right,
+        softcap=call.softcap,
+        sink_dtype=call.sink_dtype,
+        has_alibi=call.has_alibi,
+        alibi_stride_b=call.alibi_stride_b,
+        rows=RowCache(
+            num_blocks=call.num_blocks,
+            block_size=call.block_size,
+            paged=paged,
+            table_rows=call.table_rows,
+            table_stride=call.table_stride,
+            seqlen_new=call.seqlen_new,
+            total_new=call.total_new,
+            skip_tokens=skip_tokens,
+            is_whole=call.is_whole,
+        ),
+    )
