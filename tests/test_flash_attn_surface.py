@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
+import time
 import timeit
 from collections.abc import Callable
 from importlib import import_module
@@ -380,7 +381,10 @@ def test_status_and_overhead(reached: list[Any], monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(rawmla if "cache" in name else dense, f"flash_attn_{name}", core)
         for function in (getattr(module, f"flash_attn_{name}") for module in (fa2, fa3)):
             calls = [lambda f=f, x=given: f(*x) for f in (function, core)]
-            # Short enough that some run without a break on a busy machine.
-            mine, alone = [min(timeit.repeat(call, number=50, repeat=300)) for call in calls]
-            overhead = (mine - alone) * 1e6 / 50  # of a call, in us
+            best = [float("inf")] * 2
+            for _ in range(10):  # some of them while nothing else runs, on a busy machine too
+                time.sleep(0.02)
+                of_round = [min(timeit.repeat(call, number=50, repeat=30)) for call in calls]
+                best = list(map(min, best, of_round))
+            overhead = (best[0] - best[1]) * 1e6 / 50  # of a call, in us
             assert overhead < 2, f"{function.__module__}, {name}: {overhead:.2f} us"
