@@ -37,8 +37,8 @@ class Usage:
         calls = self.calls
         self.calls = calls + 1
         self.form = form
-        self.shapes = getattr(q, "shape", ()), getattr(cache, "shape", ())
         if not calls:
+            self.shapes = getattr(q, "shape", ()), getattr(cache, "shape", ())
             self._log_first()
 
     def _log_first(self) -> None:

@@ -65,3 +65,19 @@ def test_attention_over_caches(changes: dict[str, Any], record_property: Any) ->
     own = median_of("kvcache", lambda: rawmla.flash_attn_with_kvcache(**given), record_property)
     door = median_of("door", lambda: fa2.flash_attn_with_kvcache(**given), record_property)
     assert own < LIMIT_US and door < own + DOOR_LIMIT_US
+
+
+@pytest.mark.parametrize("varlen", (False, True), ids=("fixed", "varlen"))
+def test_door_of_dense_attention(varlen: bool, record_property: Any) -> None:
+    q = torch.randn(2, 64, 4, 64, dtype=torch.bfloat16, device="cuda")
+    if varlen:
+        starts = torch.tensor([0, 50, 128], dtype=torch.int32, device="cuda")
+        given: tuple[Any, ...] = (*[q.flatten(0, 1)] * 3, starts, starts, 78, 78)
+        functions = rawmla.flash_attn_varlen_func, fa2.flash_attn_varlen_func
+    else:
+        given, functions = (q, q, q), (rawmla.flash_attn_func, fa2.flash_attn_func)
+    own, door = [
+        median_of(name, lambda f=f: f(*given), record_property)
+        for name, f in zip(("own", "door"), functions, strict=True)
+    ]
+    assert door < own + DOOR_LIMIT_US
