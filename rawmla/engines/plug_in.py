@@ -17,7 +17,10 @@ class Engine(NamedTuple):
     module: str
     """The engine's module whose names are replaced."""
     replaced: dict[str, str | None]
-    """Names that are replaced, with their parameters in the tested versions; None: a class."""
+    """Names that are replaced, with their parameters in the tested versions; None: a class.
+
+    After "..." a function may have any parameters.
+    """
     variable: str
     """The environment variable that turns the plug-in on, by one of `modes`."""
     modes: tuple[str, ...]
@@ -49,4 +52,7 @@ class Engine(NamedTuple):
         value, parameters = getattr(module, name, None), self.replaced[name]
         if parameters is None:
             return isinstance(value, type)
-        return callable(value) and ", ".join(inspect.signature(value).parameters) == parameters
+        if not callable(value):
+            return False
+        found = ", ".join(inspect.signature(value).parameters)
+        return found == parameters or parameters.endswith("...") and found.startswith(parameters[:-3])

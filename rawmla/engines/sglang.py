@@ -4,13 +4,14 @@ RAWMLA_SGLANG turns it on.
 SGLang's dense, DSA and DeepSeek-V4 backends call FlashMLA through three functions of one module of theirs,
 which have argument orders of their own. "patch" hooks those three by SGLang's HookRegistry. What the module
 exports besides is of Blackwell alone, but for the class of plan objects: rawmla takes objects of any class.
+"patch" also hooks the function by which the fa3 backend calls FlashAttention.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module, util
 from typing import Any
 
@@ -40,6 +41,18 @@ ENGINE = Engine(
     filter="SGLANG_PLUGINS",
     line="RAWMLA_SGLANG=patch python -m sglang.launch_server --model-path MODEL",
 )
+FLASH_ATTN = ENGINE._replace(
+    module="sglang.kernels.ops.attention.flash_attention",
+    replaced={
+        "flash_attn_with_kvcache": (
+            "q, k_cache, v_cache, k, v, qv, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, "
+            "cache_leftpad, page_table, cu_seqlens_q, cu_seqlens_k_new, max_seqlen_q, rotary_seqlens, "
+            "q_descale, k_descale, v_descale, softmax_scale, causal, window_size, attention_chunk, softcap, "
+            "rotary_interleaved, scheduler_metadata, num_splits, pack_gqa, only_qv, sm_margin, "
+            "return_softmax_lse, sinks, ..."
+        ),
+    },
+)
 
 _log = logging.getLogger(__name__)
 _registered = False
@@ -54,43 +67,55 @@ def register() -> None:
     mode = os.environ.get(ENGINE.variable, "")
     if not mode or _registered:
         return
-    try:
-        reason = f"{ENGINE.variable}: expected patch, got {mode!r}" if mode != "patch" else _refusal()
-        if reason is None:
-            _hook()
-    except Exception as error:  # an engine must start all the same
-        reason = f"{type(error).__name__}: {error}"
-    if reason is not None:
-        _log.warning("rawmla: SGLang is left as it is. %s", reason)
+    if mode != "patch":
+        _log.warning("rawmla: SGLang is left as it is. %s: expected patch, got %r", ENGINE.variable, mode)
         return
-    _registered = True
-    names, version = ", ".join(ENGINE.replaced), version_of("sglang") or "?"
-    _log.info("rawmla: %s of %s are rawmla's now (SGLang %s)", names, ENGINE.module, version)
+    for engine, hooks in (
+        (ENGINE, lambda: (_get_mla_metadata, _flash_mla_with_kvcache, _flash_mla_sparse_fwd)),
+        (FLASH_ATTN, _flash_attn_hooks),
+    ):
+        try:
+            reason = _refusal(engine)
+            if reason is None:
+                _hook(engine, hooks())
+        except Exception as error:  # an engine must start all the same
+            reason = f"{type(error).__name__}: {error}"
+        if reason is not None:
+            _log.warning("rawmla: %s of SGLang is left as it is. %s", engine.module, reason)
+            continue
+        _registered = True
+        names, version = ", ".join(engine.replaced), version_of("sglang") or "?"
+        _log.info("rawmla: %s of %s are rawmla's now (SGLang %s)", names, engine.module, version)
 
 
-def _refusal() -> str | None:
+def _refusal(engine: Engine) -> str | None:
     """Why the functions may not be hooked; None: they may.
 
-    SGLang's module imports flash_mla. Where none is installed, rawmla's takes its place.
+    SGLang's module of FlashMLA imports flash_mla. Where none is installed, rawmla's takes its place.
     """
-    if util.find_spec("flash_mla") is None:
+    if engine is ENGINE and util.find_spec("flash_mla") is None:
         from rawmla.compat import install_flash_mla
 
         install_flash_mla()
     version = version_of("sglang")
     try:
-        module = import_module(ENGINE.module)
+        module = import_module(engine.module)
     except ImportError as error:
-        return f"{ENGINE.module} of SGLang {version or 'of unknown version'} cannot be imported: {error}"
-    return ENGINE.refusal(version, module)
+        return f"{engine.module} of SGLang {version or 'of unknown version'} cannot be imported: {error}"
+    return engine.refusal(version, module)
 
 
-def _hook() -> None:
+def _hook(engine: Engine, hooks: Sequence[Callable[..., Any]]) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    hooks = (_get_mla_metadata, _flash_mla_with_kvcache, _flash_mla_sparse_fwd)
-    for name, hook in zip(ENGINE.replaced, hooks, strict=True):
-        HookRegistry.register(f"{ENGINE.module}.{name}", hook, HookType.AROUND)
+    for name, hook in zip(engine.replaced, hooks, strict=True):
+        HookRegistry.register(f"{engine.module}.{name}", hook, HookType.AROUND)
+
+
+def _flash_attn_hooks() -> Sequence[Callable[..., Any]]:
+    from .sglang_flash_attn import flash_attn_with_kvcache
+
+    return (flash_attn_with_kvcache,)
 
 
 # ---- the hooks, around the functions of SGLang. Dense decoding over an FP8 cache, which rawmla does not

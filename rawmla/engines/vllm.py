@@ -1,9 +1,9 @@
 """The plug-in for vLLM. `register` is an entry point of the group vllm.general_plugins; the variable
 RAWMLA_VLLM turns it on.
 
-"patch" replaces the functions that vLLM's own FlashMLA module exports by rawmla's, so every caller in vLLM
-uses them with the same arguments. "backend" also replaces the attention backends FLASHMLA and
-FLASHMLA_SPARSE by rawmla's (`rawmla.engines.vllm_backend`).
+"patch" replaces the functions that vLLM's own FlashMLA and FlashAttention modules export by rawmla's, so
+every caller in vLLM uses them with the same arguments. "backend" also replaces the attention backends
+FLASHMLA and FLASHMLA_SPARSE by rawmla's (`rawmla.engines.vllm_backend`).
 
 vLLM calls the entry point in every process, more than once and before CUDA may be touched. So nothing here
 compiles or looks at a GPU, and of vLLM nothing but its registry of backends is imported: names are replaced
@@ -16,6 +16,8 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
+from importlib import import_module
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -49,6 +51,20 @@ ENGINE = Engine(
     filter="VLLM_PLUGINS",
     line="RAWMLA_VLLM=patch vllm serve MODEL --attention-backend FLASHMLA (or FLASHMLA_SPARSE)",
 )
+FLASH_ATTN = ENGINE._replace(
+    module="vllm.vllm_flash_attn.flash_attn_interface",
+    replaced={  # versions have other parameters after these
+        "get_scheduler_metadata": (
+            "batch_size, max_seqlen_q, max_seqlen_k, num_heads_q, num_heads_kv, headdim, cache_seqlens, "
+            "qkv_dtype, headdim_v, ..."
+        ),
+        "flash_attn_varlen_func": (
+            "q, k, v, max_seqlen_q, cu_seqlens_q, max_seqlen_k, cu_seqlens_k, seqused_k, q_v, dropout_p, "
+            "softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs, "
+            "block_table, return_softmax_lse, out, ..."
+        ),
+    },
+)
 BACKENDS = {
     "FLASHMLA": "rawmla.engines.vllm_backend.RawMLABackend",
     "FLASHMLA_SPARSE": "rawmla.engines.vllm_backend.RawMLASparseBackend",
@@ -72,11 +88,13 @@ def register() -> None:
     if mode not in ENGINE.modes:
         _warn(f"{ENGINE.variable}: expected one of {', '.join(ENGINE.modes)}, got {mode!r}")
         return
-    module = sys.modules.get(ENGINE.module)
-    if module is None:
-        _after_import(ENGINE.module, _try_patch)
-    else:
-        _try_patch(module)
+    for engine, replacements in ((ENGINE, _replacements), (FLASH_ATTN, _flash_attn_replacements)):
+        patch = partial(_try_patch, engine, replacements)
+        module = sys.modules.get(engine.module)
+        if module is None:
+            _after_import(engine.module, patch)
+        else:
+            patch(module)
     if mode == "backend":
         try:
             _register_backends()
@@ -135,23 +153,26 @@ def _after_import(name: str, action: Callable[[ModuleType], None]) -> None:
 # ---- patch
 
 
-def _try_patch(module: ModuleType) -> None:
+Functions = dict[str, Any]
+
+
+def _try_patch(engine: Engine, replacements: Callable[[Functions], Functions], module: ModuleType) -> None:
     try:
-        _patch(module)
+        _patch(engine, replacements, module)
     except Exception as error:  # an engine must start all the same
         _warn(f"{type(error).__name__}: {error}")
 
 
-def _patch(module: ModuleType) -> None:
+def _patch(engine: Engine, replacements: Callable[[Functions], Functions], module: ModuleType) -> None:
     """Replace the names in vLLM's module, also where other modules of vLLM have imported them already."""
     if hasattr(module, _ORIGINALS):
         return
-    reason = _refusal(module)
+    reason = _refusal(engine, module)
     if reason is not None:
         _warn(reason)
         return
-    values = _replacements()
-    originals = {name: getattr(module, name) for name in values}
+    originals = {name: getattr(module, name) for name in engine.replaced}
+    values = replacements(originals)
     setattr(module, _ORIGINALS, originals)  # all that can fail has been done
     for loaded_as, loaded in list(sys.modules.items()):
         if loaded_as.partition(".")[0] == "vllm" and isinstance(loaded, ModuleType):
@@ -164,18 +185,24 @@ def _patch(module: ModuleType) -> None:
     )
 
 
-def _refusal(module: ModuleType) -> str | None:
+def _refusal(engine: Engine, module: ModuleType) -> str | None:
     """Why the names of the module may not be replaced; None: they may.
 
-    vLLM has asked for the GPU's compute capability before it imports the module, so asking again is free.
+    vLLM looks at the GPU's compute capability where it imports these modules, so looking again is free.
     """
-    platform = module.current_platform
+    platform = import_module("vllm.platforms").current_platform
     if not (platform.is_cuda() and platform.is_device_capability_family(90)):
         return "rawmla's kernels are for Hopper (compute capability 9.0), and vLLM sees no such GPU here"
-    return ENGINE.refusal(_version(), module)
+    return engine.refusal(_version(), module)
 
 
-def _replacements() -> dict[str, Any]:
+def _flash_attn_replacements(originals: Functions) -> Functions:
+    from .vllm_flash_attn import replacements
+
+    return replacements(originals)
+
+
+def _replacements(originals: Functions) -> Functions:
     from rawmla.compat.flash_mla import flash_mla_interface
 
     own = {

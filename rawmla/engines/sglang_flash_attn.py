@@ -1,0 +1,97 @@
+"""The hook around SGLang's function of FlashAttention over a cache, which its fa3 backend calls.
+
+docs/engines.md lists the calls that go on to SGLang's function.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import rawmla
+
+from ..compat.flash_attn.arguments import as_bound, contiguous
+from ..compat.usage import Usage
+from ..mha.arguments import NO_WINDOW
+from .flash_attn import FP8, pass_on, reason_of_cache
+
+_log = logging.getLogger(__name__)
+_NAME = "flash_attn_with_kvcache"
+_usage = Usage(f"sglang.{_NAME}")
+
+
+def flash_attn_with_kvcache(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call rawmla's function, or SGLang's for what rawmla does not compute."""
+    results = _attend(*args, **kwargs)
+    return original(*args, **kwargs) if results is None else results
+
+
+def _attend(
+    q: Any,
+    k_cache: Any,
+    v_cache: Any,
+    *new_tokens: Any,
+    attention_chunk: int | None = None,
+    cache_seqlens: Any = None,
+    page_table: Any = None,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k_new: Any = None,
+    max_seqlen_q: Any = None,
+    q_descale: Any = None,
+    k_descale: Any = None,
+    v_descale: Any = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Any = NO_WINDOW,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    scheduler_metadata: Any = None,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+    return_softmax_lse: bool = False,
+    sinks: Any = None,
+    ver: int = 3,
+    out: Any = None,
+    max_seqlen_k: int | None = None,
+    **others: Any,
+) -> Any:
+    """Compute out, or (out, lse `[h_q, total_q]`); None: the call goes on to SGLang's function.
+
+    `others` are parameters that rawmla does not have, or that SGLang uses for MLA alone.
+    """
+    reason = None
+    if new_tokens:
+        reason = "k and v by position"
+    elif attention_chunk:
+        reason = "attention_chunk"
+    elif ver != 3:
+        reason = f"ver={ver}"
+    elif page_table is None or cu_seqlens_q is None:
+        reason = "no page_table or no cu_seqlens_q"
+    elif sinks is not None and return_softmax_lse:
+        reason = "sinks and return_softmax_lse"
+    else:
+        if max_seqlen_q.__class__ is not int:
+            max_seqlen_q = as_bound(max_seqlen_q, q.shape[0])
+        reason = reason_of_cache(q, k_cache, v_cache, max_seqlen_q, num_splits)
+    for name, value in others.items():
+        if value is not None and value is not False:
+            reason = name
+    if reason is not None:
+        pass_on(_log, _NAME, reason)
+        return None
+    fresh = out is None
+    if k_cache.dtype is not FP8:
+        q_descale = k_descale = v_descale = None
+    out, lse = rawmla.flash_attn_with_kvcache(
+        q, k_cache, v_cache, cache_seqlens=cache_seqlens, block_table=page_table, cu_seqlens_q=cu_seqlens_q,
+        max_seqlen_q=max_seqlen_q, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
+        softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
+        attn_sink=sinks, num_splits=num_splits, out=out,
+    )  # fmt: skip
+    _usage.note("SGLang", q, k_cache)
+    if fresh:
+        out = contiguous(out)
+    return (out, lse.t()) if return_softmax_lse else out
