@@ -60,7 +60,7 @@ def state():
     same = all(getattr(interface, name) is getattr(importer, name) for name in names)
     ours = [name for name in names if getattr(interface, name).__module__.startswith("rawmla.")]
     answers = [interface.is_flashmla_dense_supported(), interface.is_flashmla_sparse_supported()]
-    watchers = sum(type(finder).__name__ == "_Watcher" for finder in sys.meta_path)
+    watchers = sum(getattr(finder, "name", "") == ENGINE.module for finder in sys.meta_path)
     torch = sys.modules.get("torch")
     cuda = torch is not None and torch.cuda.is_initialized()
     return {"ours": ours, "same": same, "answers": answers, "watchers": watchers, "cuda": cuda}
@@ -197,7 +197,10 @@ def test_an_unknown_version_with_other_names_is_left_alone(tree: Path, old: str,
     assert log.count("WARNING") == 1 and "vLLM 0.34.1" in log and f": {name}. Unset RAWMLA_VLLM" in log
 
 
-NO_PLATFORM = INTERFACE.replace("from vllm.platforms import current_platform\n", "")
+NO_PLATFORM = {
+    "v1/attention/ops/flashmla.py": INTERFACE.replace("from vllm.platforms import current_platform\n", ""),
+    "platforms/__init__.py": "",
+}
 
 
 @pytest.mark.parametrize(
@@ -206,7 +209,7 @@ NO_PLATFORM = INTERFACE.replace("from vllm.platforms import current_platform\n",
         (None, {}, {}, ""),
         ("", {}, {}, ""),
         ("patch", {}, {"RAWMLA_FLASH_MLA_API": "nonsense"}, "RAWMLA_FLASH_MLA_API: expected"),
-        ("patch", {"ops/flashmla.py": NO_PLATFORM}, {}, "vLLM is left as it is. AttributeError: "),
+        ("patch", NO_PLATFORM, {}, "vLLM is left as it is. AttributeError: "),
         ("patch", {}, {"FAMILY": "100"}, "vLLM is left as it is. rawmla's kernels are for Hopper"),
         ("pach", {}, {}, "RAWMLA_VLLM: expected one of patch, backend, got 'pach'"),
     ],
@@ -216,7 +219,7 @@ def test_vllm_is_left_alone(
     tree: Path, mode: str | None, files: dict[str, str], variables: dict[str, str], text: str
 ) -> None:
     set_version(tree, "vllm", "0.34.1")
-    write(tree, {f"vllm/v1/attention/{name}": content for name, content in files.items()})
+    write(tree, {f"vllm/{name}": content for name, content in files.items()})
     got, log = run(tree, BEFORE, mode, **variables)
     assert got == {**UNPATCHED, "watchers": int(mode == "patch")}
     assert log.count("\n") == log.count("WARNING") == bool(text) and text in log
@@ -307,15 +310,30 @@ from rawmla.engines.sglang import register; register(); register()
 from sglang.srt.plugins.hook_registry import HookRegistry
 print(json.dumps([HookRegistry.hooks, "flash_mla" in sys.modules]))
 """
+FLASH_ATTN_OF_SGLANG = sglang.FLASH_ATTN.module.replace(".", "/") + ".py"
+SGLANG_FLASH_ATTN = "def flash_attn_with_kvcache({}, ver=3, mask_mod=None): pass\n".format(
+    str(sglang.FLASH_ATTN.replaced["flash_attn_with_kvcache"]).removesuffix(", ...")
+).replace(", k, v", ", k=None, v=None, *")
 HOOKED = [
     [f"{sglang.ENGINE.module}.{name}", "rawmla.engines.sglang", "around"] for name in sglang.ENGINE.replaced
+]
+HOOKED_FLASH_ATTN = [
+    [f"{sglang.FLASH_ATTN.module}.{name}", "rawmla.engines.sglang_flash_attn", "around"]
+    for name in sglang.FLASH_ATTN.replaced
 ]
 
 
 @pytest.fixture
 def sglang_tree(tmp_path: Path) -> Path:
-    """An SGLang 0.5.23 of two modules, and no flash_mla."""
-    write(tmp_path, {"sglang/srt/plugins/hook_registry.py": HOOKS, INTERFACE_OF_SGLANG: SGLANG})
+    """An SGLang 0.5.23 of three modules, and no flash_mla."""
+    write(
+        tmp_path,
+        {
+            "sglang/srt/plugins/hook_registry.py": HOOKS,
+            INTERFACE_OF_SGLANG: SGLANG,
+            FLASH_ATTN_OF_SGLANG: SGLANG_FLASH_ATTN,
+        },
+    )
     set_version(tmp_path, "sglang", "0.5.23")
     return tmp_path
 
@@ -324,27 +342,37 @@ def test_sglang_is_hooked_once(sglang_tree: Path) -> None:
     """Where no flash_mla is installed, rawmla's takes its place: SGLang's module imports it."""
     pytest.importorskip("torch")
     (hooks, imported), log = run(sglang_tree, SGLANG_CODE, RAWMLA_SGLANG="patch")
-    assert hooks == HOOKED and imported and log == ""
+    assert hooks == HOOKED + HOOKED_FLASH_ATTN and imported and log == ""
 
 
 @pytest.mark.parametrize(
-    ("mode", "files", "text"),
+    ("mode", "files", "hooks", "texts"),
     [
-        ("", {}, ""),
-        ("backend", {}, "RAWMLA_SGLANG: expected patch, got 'backend'"),
+        ("", {}, [], []),
+        ("backend", {}, [], ["RAWMLA_SGLANG: expected patch, got 'backend'"]),
         (
-            *("patch", {INTERFACE_OF_SGLANG: SGLANG.replace("kv_format", "layout")}),
-            "parameters: flash_mla_with_kvcache. Unset RAWMLA_SGLANG",
+            *("patch", {INTERFACE_OF_SGLANG: SGLANG.replace("kv_format", "layout")}, HOOKED_FLASH_ATTN),
+            ["parameters: flash_mla_with_kvcache. Unset RAWMLA_SGLANG"],
         ),
         (
-            *("patch", {INTERFACE_OF_SGLANG: "import no_such_module\n"}),
-            "cannot be imported: No module named 'no_such_module'",
+            *("patch", {FLASH_ATTN_OF_SGLANG: SGLANG_FLASH_ATTN.replace("sinks", "sink")}, HOOKED),
+            ["parameters: flash_attn_with_kvcache. Unset RAWMLA_SGLANG"],
         ),
-        ("patch", {INTERFACE_OF_SGLANG: "raise OSError('no library')\n"}, "SGLang is left as it is. "),
-        ("patch", {"sglang/srt/plugins/hook_registry.py": "HookRegistry = None\n"}, "is left as it is. "),
+        (
+            *("patch", {INTERFACE_OF_SGLANG: "import no_such_module\n"}, HOOKED_FLASH_ATTN),
+            ["cannot be imported: No module named 'no_such_module'"],
+        ),
+        ("patch", {INTERFACE_OF_SGLANG: "raise OSError('no library')\n"}, HOOKED_FLASH_ATTN, ["no library"]),
+        (
+            *("patch", {"sglang/srt/plugins/hook_registry.py": "HookRegistry = None\n"}, []),
+            [f"{sglang.ENGINE.module} of SGLang is left as it is. ", sglang.FLASH_ATTN.module],
+        ),
     ],
 )
-def test_sglang_is_left_alone(sglang_tree: Path, mode: str, files: dict[str, str], text: str) -> None:
+def test_sglang_is_left_alone(
+    sglang_tree: Path, mode: str, files: dict[str, str], hooks: list[Any], texts: list[str]
+) -> None:
+    """Each module by itself, where it is not as expected."""
     pytest.importorskip("torch")
     set_version(sglang_tree, "sglang", "0.6.0")
     write(sglang_tree, files)
@@ -353,8 +381,9 @@ def test_sglang_is_left_alone(sglang_tree: Path, mode: str, files: dict[str, str
         "registry = sys.modules.get('sglang.srt.plugins.hook_registry')\n"
         "print(json.dumps(getattr(registry and registry.HookRegistry, 'hooks', [])))"
     )
-    hooks, log = run(sglang_tree, code, RAWMLA_SGLANG=mode)
-    assert hooks == [] and text in log and log.count("rawmla: ") == bool(text)
+    got, log = run(sglang_tree, code, RAWMLA_SGLANG=mode)
+    assert got == hooks and all(text in log for text in texts)
+    assert log.count("rawmla: ") == len(texts)
 
 
 def test_fp8_dense_decoding_stays_with_sglang(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -599,26 +599,34 @@ def main() -> int:
     parser.add_argument("--sources", type=Path, help="folder of SGLang's unpacked wheel")
     parser.add_argument("--out", type=Path, default=CONTRACTS, help="folder of the file; %(default)s")
     options = parser.parse_args()
-    name = options.engine.partition("-")[0]
-    path = sys.path if options.sources is None else [str(options.sources)]
-    found = [one for one in metadata.distributions(path=path) if one.name == name]
-    if not found:
-        parser.error(f"{name} is not installed; for SGLang, --sources names its unpacked wheel")
+    found = distribution_of(parser, options.engine.partition("-")[0], options.sources)
     recorders = {
         "vllm": record_vllm,
         "vllm-backend": record_vllm_backend,
-        "sglang": lambda: record_sglang(Path(str(found[0].locate_file("")))),
+        "sglang": lambda: record_sglang(Path(str(found.locate_file("")))),
     }
     recorder = recorders[options.engine]()
-    version = found[0].version
-    file = options.out / f"{options.engine}-{version}.json"
-    header = {"engine": options.engine, "version": version, "torch": torch.__version__}
+    write_calls(options.out / f"{options.engine}-{found.version}.json", options.engine, found, recorder)
+    return 0
+
+
+def distribution_of(parser: argparse.ArgumentParser, name: str, sources: Path | None) -> metadata.Distribution:
+    """The engine, installed or in the folder of an unpacked wheel."""
+    path = sys.path if sources is None else [str(sources)]
+    found = [one for one in metadata.distributions(path=path) if one.name == name]
+    if not found:
+        parser.error(f"{name} is not installed; for SGLang, --sources names its unpacked wheel")
+    return found[0]
+
+
+def write_calls(file: Path, engine: str, found: metadata.Distribution, recorder: Recorder) -> None:
+    """Write the calls, one a line."""
+    header = {"engine": engine, "version": found.version, "torch": torch.__version__}
     lines = ",\n".join(json.dumps(call) for call in recorder.calls)
     fields = ", ".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in header.items())
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(f'{{{fields}, "calls": [\n{lines}\n]}}\n')
     print(f"{len(recorder.calls)} calls written to {file}")
-    return 0
 
 
 if __name__ == "__main__":
