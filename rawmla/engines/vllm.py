@@ -54,14 +54,14 @@ ENGINE = Engine(
 FLASH_ATTN = ENGINE._replace(
     module="vllm.vllm_flash_attn.flash_attn_interface",
     replaced={  # versions have other parameters after these
-        "get_scheduler_metadata": (
-            "batch_size, max_seqlen_q, max_seqlen_k, num_heads_q, num_heads_kv, headdim, cache_seqlens, "
-            "qkv_dtype, headdim_v, ..."
-        ),
         "flash_attn_varlen_func": (
             "q, k, v, max_seqlen_q, cu_seqlens_q, max_seqlen_k, cu_seqlens_k, seqused_k, q_v, dropout_p, "
             "softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs, "
             "block_table, return_softmax_lse, out, ..."
+        ),
+        "get_scheduler_metadata": (
+            "batch_size, max_seqlen_q, max_seqlen_k, num_heads_q, num_heads_kv, headdim, cache_seqlens, "
+            "qkv_dtype, headdim_v, ..."
         ),
     },
 )

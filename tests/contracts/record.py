@@ -610,7 +610,9 @@ def main() -> int:
     return 0
 
 
-def distribution_of(parser: argparse.ArgumentParser, name: str, sources: Path | None) -> metadata.Distribution:
+def distribution_of(
+    parser: argparse.ArgumentParser, name: str, sources: Path | None
+) -> metadata.Distribution:
     """The engine, installed or in the folder of an unpacked wheel."""
     path = sys.path if sources is None else [str(sources)]
     found = [one for one in metadata.distributions(path=path) if one.name == name]

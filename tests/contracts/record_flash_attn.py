@@ -2,7 +2,7 @@
 [--sources DIR]
 
 As record.py does for FlashMLA, whose help says how. The files are
-tests/contracts/flash_attn/ENGINE-VERSION.json; tests/test_engine_flash_attn.py and
+tests/contracts/flash_attn/ENGINE-VERSION.json; tests/test_flash_attn_engines.py and
 tests/gpu/test_engine_flash_attn.py repeat the calls.
 """
 
