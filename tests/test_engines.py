@@ -318,7 +318,7 @@ HOOKED = [
     [f"{sglang.ENGINE.module}.{name}", "rawmla.engines.sglang", "around"] for name in sglang.ENGINE.replaced
 ]
 HOOKED_FLASH_ATTN = [
-    [f"{sglang.FLASH_ATTN.module}.{name}", "rawmla.engines.sglang_flash_attn", "around"]
+    [f"{sglang.FLASH_ATTN.module}.{name}", "rawmla.compat.sglang_flash_attn", "around"]
     for name in sglang.FLASH_ATTN.replaced
 ]
 

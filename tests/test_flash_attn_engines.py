@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch")
 
 from flash_attn_calls import PASSED_ON, Call, id_of, is_passed_on, recorded  # noqa: E402
 
-from rawmla.engines import flash_attn, sglang_flash_attn, vllm_flash_attn  # noqa: E402
+from rawmla.compat import engine_calls, sglang_flash_attn, vllm_flash_attn  # noqa: E402
 
 # ---- recorded calls
 
@@ -72,9 +72,9 @@ def sglang_call(page: int = 16, dtype: Any = BF16, **more: Any) -> dict[str, Any
 
 @pytest.fixture(autouse=True)
 def nothing_logged() -> Iterator[None]:
-    flash_attn._passed_on.clear()
+    engine_calls._passed_on.clear()
     yield
-    flash_attn._passed_on.clear()
+    engine_calls._passed_on.clear()
 
 
 def check_passed_on(

@@ -113,7 +113,7 @@ def _hook(engine: Engine, hooks: Sequence[Callable[..., Any]]) -> None:
 
 
 def _flash_attn_hooks() -> Sequence[Callable[..., Any]]:
-    from .sglang_flash_attn import flash_attn_with_kvcache
+    from rawmla.compat.sglang_flash_attn import flash_attn_with_kvcache
 
     return (flash_attn_with_kvcache,)
 

@@ -197,7 +197,7 @@ def _refusal(engine: Engine, module: ModuleType) -> str | None:
 
 
 def _flash_attn_replacements(originals: Functions) -> Functions:
-    from .vllm_flash_attn import replacements
+    from rawmla.compat.vllm_flash_attn import replacements
 
     return replacements(originals)
 

@@ -17,7 +17,7 @@ from gpu_support import POISON_BYTE, assert_poison
 
 from kit.generators import GARBAGE_PAGE
 from kit.mha import flash_attn_func, problems_of_lse, problems_of_out
-from rawmla.engines import sglang_flash_attn, vllm_flash_attn
+from rawmla.compat import sglang_flash_attn, vllm_flash_attn
 
 PASSED_ON = "what the engine's own function returns"
 NAMES = {  # of SGLang's arguments, by vLLM's

@@ -17,10 +17,10 @@ import torch
 import rawmla
 
 from ..api import dense
-from ..compat.flash_attn.arguments import as_bound, contiguous
-from ..compat.usage import Usage
 from ..mha.arguments import MAX_HEAD_DIM, NO_WINDOW
-from .flash_attn import FP8, HALVES, name_of, pass_on, reason_of_cache
+from .engine_calls import FP8, HALVES, name_of, pass_on, reason_of_cache
+from .flash_attn.arguments import as_bound, contiguous
+from .usage import Usage
 
 _log = logging.getLogger("vllm.rawmla")
 _NAME = "flash_attn_varlen_func"
@@ -96,7 +96,7 @@ def _attend(
 ) -> Any:
     """Compute out, or (out, lse `[h_q, total_q]`); None: the call goes on to vLLM's function.
 
-    `others` are parameters of some versions, each of which asks for something that rawmla does not have.
+    `others` are parameters that some versions have, for features that rawmla does not have.
     """
     if max_seqlen_q.__class__ is not int:
         max_seqlen_q = as_bound(max_seqlen_q, q.shape[0])

@@ -11,10 +11,10 @@ from typing import Any
 
 import rawmla
 
-from ..compat.flash_attn.arguments import as_bound, contiguous
-from ..compat.usage import Usage
 from ..mha.arguments import NO_WINDOW
-from .flash_attn import FP8, pass_on, reason_of_cache
+from .engine_calls import FP8, pass_on, reason_of_cache
+from .flash_attn.arguments import as_bound, contiguous
+from .usage import Usage
 
 _log = logging.getLogger(__name__)
 _NAME = "flash_attn_with_kvcache"

@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from ..kernels.mha_decode import TILE_ROWS
-from ..kernels.mha_forward_variants import PAGE_ROWS
 from ..mha.arguments import MAX_HEAD_DIM
+from ..mha.kvcache import most_decode_tokens
 
 FP8 = torch.float8_e4m3fn
 HALVES = (torch.bfloat16, torch.float16)
@@ -36,23 +35,20 @@ def reason_of_cache(q: Any, k_cache: Any, v_cache: Any, max_seqlen_q: int, num_s
     the longest of them.
     """
     dtype, cache_dtype = q.dtype, k_cache.dtype
-    if (
-        cache_dtype is not FP8
-        and (cache_dtype is not dtype or dtype not in HALVES)
-        or (cache_dtype is FP8 and dtype is not FP8 and dtype not in HALVES)
-    ):
+    if not (dtype in HALVES and cache_dtype in (dtype, FP8) or dtype is cache_dtype is FP8):
         return f"q in {name_of(dtype)} over a cache in {name_of(cache_dtype)}"
     _, page, h_kv, d_qk = k_cache.shape
     d_v = v_cache.shape[3]
     unit = _UNIT_BYTES // cache_dtype.itemsize
     if d_qk % unit or d_v % unit or not d_qk <= MAX_HEAD_DIM >= d_v:
         return f"head dimensions {d_qk} and {d_v} over a cache in {name_of(cache_dtype)}"
-    if cache_dtype is not FP8 and page % PAGE_ROWS == 0:
+    most = most_decode_tokens(cache_dtype is FP8, page, q.shape[-2], h_kv)
+    if most is None:
         return None
     cache = "an FP8 cache" if cache_dtype is FP8 else f"pages of {page} tokens"
     if num_splits == 1:
         return f"num_splits=1 over {cache}"
-    if max_seqlen_q > max(TILE_ROWS[-1] * h_kv // q.shape[-2], 1):
+    if max_seqlen_q > most:
         return f"many query tokens over {cache}"
     return None
 
