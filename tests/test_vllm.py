@@ -55,7 +55,7 @@ def probe(function: str, *arguments: str, mode: str = "patch", path: Path | None
     folders = [str(ROOT), *([] if path is None else [str(path)])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders), vllm.ENGINE.variable: mode}
     command = (str(ROOT / "tests" / "vllm_probe.py"), function, *arguments)
-    if function == "before":  # vLLM is imported
+    if function in ("before", "flash_attn"):  # vLLM is imported
         start = [sys.executable, *command]
         done = subprocess.run(start, env=environment, capture_output=True, text=True, timeout=300)
     else:
@@ -125,3 +125,14 @@ def test_backends_load_kernels_and_reserve_memory(monkeypatch: pytest.MonkeyPatc
 def test_contracts_are_what_this_version_does(engine: str) -> None:
     stored = json.loads((ROOT / "tests" / "contracts" / f"{engine}-{VERSION}.json").read_text())
     assert probe("recorded", engine, mode="") == stored["calls"]
+
+
+def test_flash_attention_is_patched_where_it_is_imported() -> None:
+    found = probe("flash_attn")
+    assert len(found) == 7 and all(found.values())
+    assert {one for modules in found.values() for one in modules} == {"rawmla.compat.vllm_flash_attn"}
+
+
+def test_flash_attention_is_called_as_recorded() -> None:
+    file = ROOT / "tests" / "contracts" / "flash_attn" / f"vllm-{VERSION}.json"
+    assert probe("recorded_flash_attn", mode="") == json.loads(file.read_text())["calls"]

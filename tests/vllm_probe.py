@@ -30,6 +30,14 @@ IMPORTERS = (  # what imports FlashMLA's names, in vLLM 0.33.0
     "vllm.models.deepseek_v41.nvidia.flash_mla_mega_attn",
     "vllm.models.hy_v4.nvidia.flashmla_sparse",
 )
+FLASH_ATTN_IMPORTERS = (  # some of what imports FlashAttention's
+    "vllm.v1.attention.backends.fa_utils",
+    "vllm.v1.attention.backends.flash_attn",
+    "vllm.v1.attention.backends.mla.flashattn_mla",
+    "vllm.v1.attention.backends.flash_attn_diffkv",
+    "vllm.v1.attention.backends.mla.flashattn_mla_sparse",
+    "vllm.v1.attention.backends.mla.prefill.flash_attn",
+)
 
 
 def names() -> dict[str, list[str]]:
@@ -68,6 +76,29 @@ def after() -> Any:
 
     register()
     return names()
+
+
+def flash_attn() -> Any:
+    """The same of FlashAttention's names: half of the importers came before the plug-in."""
+    from rawmla.engines.vllm import FLASH_ATTN, register
+
+    record.vllm_without_gpu("vllm.vllm_flash_attn._vllm_fa3_C")
+    for number, module in enumerate(FLASH_ATTN_IMPORTERS):
+        if number == len(FLASH_ATTN_IMPORTERS) // 2:
+            register()
+        import_module(module)
+    found = {}
+    for module in (FLASH_ATTN.module, *FLASH_ATTN_IMPORTERS):
+        values = [vars(import_module(module)).get(name) for name in FLASH_ATTN.replaced]
+        found[module] = [value.__module__ for value in values if value is not None]
+    return found
+
+
+def recorded_flash_attn() -> Any:
+    """Calls of FlashAttention recorded anew."""
+    from contracts import record_flash_attn
+
+    return record_flash_attn.record_vllm().calls
 
 
 def fp8() -> Any:

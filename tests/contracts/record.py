@@ -166,10 +166,13 @@ SGLANG_PLAN = "seqlens_k num_q_tokens_per_head_k h_k h_q is_fp8_kvcache topk use
 # ---- vLLM
 
 
-def vllm_without_gpu() -> Any:
-    """Make vLLM importable on a CPU, as if its GPU was an H200; returns its FlashMLA module."""
+def vllm_without_gpu(flash_attn: str = "vllm.vllm_flash_attn") -> Any:
+    """Make vLLM importable on a CPU, as if its GPU was an H200; returns its FlashMLA module.
+
+    `flash_attn` is the module that is empty instead of loading FlashAttention's extension.
+    """
     stub_module("vllm._C_stable_libtorch")
-    stub_module("vllm.vllm_flash_attn")
+    stub_module(flash_attn)
     import vllm._custom_ops
     import vllm.platforms
     from vllm.platforms.cuda import NonNvmlCudaPlatform
