@@ -9,15 +9,16 @@ from typing import Any
 
 import pytest
 from contract_calls import Recorded
-from test_engines import PLATFORM, run, set_version, write
+from test_engines import FILE_OF_FLASH_ATTN, FLASH_ATTN, INTERFACE, PLATFORM, run, set_version, write
 
-from rawmla.engines import vllm
+from rawmla.engines import sglang, vllm
 
 torch = pytest.importorskip("torch")
 
 from flash_attn_calls import PASSED_ON, Call, id_of, is_passed_on, recorded  # noqa: E402
 
-from rawmla.compat import engine_calls, sglang_flash_attn, vllm_flash_attn  # noqa: E402
+from rawmla.compat import engine_calls, vllm_flash_attn  # noqa: E402
+from rawmla.engines.plug_in import or_original  # noqa: E402
 
 # ---- recorded calls
 
@@ -120,16 +121,15 @@ def test_calls_that_go_on_to_vllm(arguments: dict[str, Any], reason: str, caplog
         calls.append(given)
         return PASSED_ON
 
-    originals = {"flash_attn_varlen_func": original, "get_scheduler_metadata": original}
-    function = vllm_flash_attn.replacements(originals)["flash_attn_varlen_func"]
+    function = or_original(vllm_flash_attn.flash_attn_varlen_func, original)
     check_passed_on(function, calls, arguments, reason, caplog)
 
 
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (sglang_call(qv=array(4, 8, 512)), "qv"),
-        (sglang_call(k=array(4, 2, 128)), "k"),
+        (sglang_call(qv=array(4, 8, 512)), "new tokens, qv, rotation, cache_batch_idx or cache_leftpad"),
+        (sglang_call(k=array(4, 2, 128)), "new tokens, qv, rotation, cache_batch_idx or cache_leftpad"),
         (sglang_call(score_mod=len), "score_mod"),
         (sglang_call(attention_chunk=64), "attention_chunk"),
         (sglang_call(ver=4), "ver=4"),
@@ -149,29 +149,23 @@ def test_calls_that_go_on_to_sglang(arguments: dict[str, Any], reason: str, capl
         return PASSED_ON
 
     def function(**given: Any) -> Any:
-        return sglang_flash_attn.flash_attn_with_kvcache(original, **given)
+        return sglang._flash_attn_with_kvcache(original, **given)
 
     check_passed_on(function, calls, arguments, reason, caplog)
 
 
 # ---- the plug-in in a small vLLM
 
-PARAMETERS = {
-    name: str(text).replace(", ...", "").replace(", ", "=None, ") + "=None"
-    for name, text in vllm.FLASH_ATTN.replaced.items()
-}
-FLASH_ATTN = f"""\
-def get_scheduler_metadata({PARAMETERS["get_scheduler_metadata"]}, num_splits=0): return "vLLM's plan"
-def flash_attn_varlen_func({PARAMETERS["flash_attn_varlen_func"]}, fa_version=2, mask_mod=None): pass
-def is_fa_version_supported(fa_version): return True
-"""
-MODULE = vllm.FLASH_ATTN.module.replace(".", "/") + ".py"
+_, MODULE = vllm.ENGINE.modules
+(PATH,) = MODULE.paths
 CODE = """\
 import inspect
 import vllm.vllm_flash_attn.flash_attn_interface as module, vllm.v1.attention.backends.fa_utils as importer
 register()
-names = [*FLASH_ATTN.replaced, "is_fa_version_supported"]
-plan = module.get_scheduler_metadata
+names = [*ENGINE.modules[1].replaced, "is_fa_version_supported"]
+def plan(**given):
+    try: return module.get_scheduler_metadata(**given)
+    except TypeError: return "vLLM's"
 print(json.dumps({
     "ours": [name for name in names if getattr(module, name).__module__.startswith("rawmla.")],
     "same": all(getattr(module, name) is getattr(importer, name) for name in names),
@@ -179,10 +173,10 @@ print(json.dumps({
     "plans": [plan(headdim=128, num_splits=3), *[plan(headdim=64, headdim_v=d_v) for d_v in (64, 512)]],
 }))
 """
-REGISTER = "from rawmla.engines.vllm import FLASH_ATTN, register\n"
+REGISTER = "from rawmla.engines.vllm import ENGINE, register\n"
 BEFORE = f"{REGISTER}register()\n{CODE}"
 AFTER = f"{REGISTER}import vllm.v1.attention.backends.fa_utils\n{CODE}"
-FOUND = {"same": True, "parameters": ["fa_version", "mask_mod"]}
+FOUND = {"same": True, "parameters": ["cp_tot_seqused_k", "mask_mod"]}
 
 
 @pytest.fixture
@@ -190,7 +184,8 @@ def tree(tmp_path: Path) -> Path:
     """A vLLM of a version that was not tested."""
     files = {
         "vllm/platforms/__init__.py": PLATFORM,
-        MODULE: FLASH_ATTN,
+        FILE_OF_FLASH_ATTN: FLASH_ATTN,
+        "vllm/v1/attention/ops/flashmla.py": INTERFACE,
         "vllm/v1/attention/backends/fa_utils.py": "from vllm.vllm_flash_attn.flash_attn_interface import *\n",
     }
     write(tmp_path, files)
@@ -202,24 +197,22 @@ def tree(tmp_path: Path) -> Path:
 def test_names_are_replaced(tree: Path, code: str) -> None:
     """Also where parameters follow after the known ones. Absorbed MLA keeps vLLM's plans."""
     got, log = run(tree, "logging.getLogger('vllm').setLevel('INFO')\n" + code)
-    names = list(vllm.FLASH_ATTN.replaced)
-    assert got == {**FOUND, "ours": names, "plans": [None, None, "vLLM's plan"]}
-    assert (
-        log == f"INFO rawmla: {', '.join(names)} of {vllm.FLASH_ATTN.module} are rawmla's now (vLLM 0.26.0)\n"
-    )
+    names = list(MODULE.replaced)
+    assert got == {**FOUND, "ours": names, "plans": [None, None, "vLLM's"]}
+    assert log == f"INFO rawmla: {', '.join(names)} of {PATH} are rawmla's now (vLLM 0.26.0)\n"
 
 
 @pytest.mark.parametrize(
-    ("old", "family", "text"),
+    ("old", "new", "family", "text"),
     [
-        ("softcap=None", "90", "parameters: flash_attn_varlen_func. Unset RAWMLA_VLLM"),
-        ("cache_seqlens=None", "90", "parameters: get_scheduler_metadata. Unset RAWMLA_VLLM"),
-        ("softcap=None", "100", "rawmla's kernels are for Hopper"),
+        ("softcap=0.0", "cap=0.0", "90", "flash_attn_varlen_func (cap). Unset RAWMLA_VLLM"),
+        ("v_descale=None, num_splits=0", "num_splits=0, v_descale=None", "90", "(num_splits, v_descale)."),
+        ("softcap", "softcap", "100", "rawmla's kernels are for Hopper"),
     ],
 )
-def test_vllm_is_left_alone(tree: Path, old: str, family: str, text: str) -> None:
+def test_vllm_is_left_alone(tree: Path, old: str, new: str, family: str, text: str) -> None:
     assert old in FLASH_ATTN
-    write(tree, {MODULE: FLASH_ATTN.replace(old, "other=None")})
+    write(tree, {FILE_OF_FLASH_ATTN: FLASH_ATTN.replace(old, new)})
     got, log = run(tree, BEFORE, FAMILY=family)
-    assert got == {**FOUND, "ours": [], "plans": ["vLLM's plan"] * 3}
+    assert got == {**FOUND, "ours": [], "plans": ["vLLM's"] * 3}
     assert log.count("\n") == log.count("WARNING") == 1 and text in log

@@ -1,15 +1,14 @@
 """The functions of vLLM's FlashAttention module, computed by rawmla where it can.
 
+They return NotImplemented for a call that vLLM's own function has to compute; docs/engines.md lists these.
 vLLM's parameters stand in another order than FlashAttention's, and `fa_version` chooses one of its kernels;
 rawmla computes calls of all versions alike. vLLM's merges take +inf and -inf alike as the lse of a row
-without keys, so version 2 gets -inf too. docs/engines.md lists the calls that go on to vLLM's functions.
+without keys, so version 2 gets -inf too.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from functools import update_wrapper
 from typing import Any
 
 import torch
@@ -25,42 +24,19 @@ from .usage import Usage
 _log = logging.getLogger("vllm.rawmla")
 _NAME = "flash_attn_varlen_func"
 _usage = Usage(f"vllm_flash_attn.{_NAME}")
+_SERVED = frozenset(("fa_version", "s_aux", "cp_world_size", "cp_rank", "cp_tot_seqused_k"))
+"""Parameters that have other places in every version, and with `cp_world_size` 1 need nothing else."""
 
 
-def replacements(originals: dict[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
-    """Return rawmla's functions by name, which call vLLM's own ones for what rawmla does not compute."""
-    return {
-        _NAME: _attention(originals[_NAME]),
-        "get_scheduler_metadata": _scheduler_metadata(originals["get_scheduler_metadata"]),
-    }
+def get_scheduler_metadata(*args: Any, **kwargs: Any) -> Any:
+    """Return no plan: rawmla needs none, and vLLM's kernels make their own in a call without one.
+
+    Absorbed MLA, whose values have another head dimension, stays with vLLM's kernel and gets its plan.
+    """
+    return NotImplemented if args or kwargs.get("headdim_v") not in (None, kwargs["headdim"]) else None
 
 
-def _attention(original: Callable[..., Any]) -> Callable[..., Any]:
-    def flash_attn_varlen_func(*args: Any, **kwargs: Any) -> Any:
-        results = _attend(*args, **kwargs)
-        return original(*args, **kwargs) if results is None else results
-
-    return _with_signature(flash_attn_varlen_func, original)
-
-
-def _scheduler_metadata(original: Callable[..., Any]) -> Callable[..., Any]:
-    def get_scheduler_metadata(*args: Any, **kwargs: Any) -> Any:
-        """Return no plan: rawmla needs none, and vLLM's kernels make their own in a call without one.
-
-        Absorbed MLA, whose values have another head dimension, stays with vLLM's kernel and gets its plan.
-        """
-        if not args and kwargs.get("headdim_v") in (None, kwargs["headdim"]):
-            return None
-        return original(*args, **kwargs)
-
-    return _with_signature(get_scheduler_metadata, original)
-
-
-def _with_signature(function: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
-    return update_wrapper(function, original, assigned=("__name__", "__qualname__"), updated=())
-
-
-def _attend(
+def flash_attn_varlen_func(
     q: Any,
     k: Any,
     v: Any,
@@ -81,42 +57,37 @@ def _attend(
     block_table: Any = None,
     return_softmax_lse: bool = False,
     out: Any = None,
-    *,
     scheduler_metadata: Any = None,
     q_descale: Any = None,
     k_descale: Any = None,
     v_descale: Any = None,
     num_splits: int = 0,
-    fa_version: int = 2,
-    s_aux: Any = None,
-    cp_world_size: int = 1,
-    cp_rank: int = 0,
-    cp_tot_seqused_k: Any = None,
+    *more: Any,
     **others: Any,
 ) -> Any:
-    """Compute out, or (out, lse `[h_q, total_q]`); None: the call goes on to vLLM's function.
-
-    `others` are parameters that some versions have, for features that rawmla does not have.
-    """
+    """Compute out, or (out, lse `[h_q, total_q]`)."""
     if max_seqlen_q.__class__ is not int:
         max_seqlen_q = as_bound(max_seqlen_q, q.shape[0])
     reason = None
-    if q_v is not None:
+    if more:
+        reason = "parameters after num_splits by position"
+    elif q_v is not None:
         reason = "q_v"
     elif dropout_p:
         reason = "dropout_p"
-    elif cp_world_size != 1:
+    elif others.get("cp_world_size", 1) != 1:
         reason = "cp_world_size"
     elif block_table is not None:
         reason = reason_of_cache(q, k, v, max_seqlen_q, num_splits)
     else:
         reason = _reason_without_cache(q, k, v, cu_seqlens_k, num_splits)
     for name, value in others.items():
-        if value is not None:
+        if value is not None and name not in _SERVED:
             reason = name
     if reason is not None:
         pass_on(_log, _NAME, reason)
-        return None
+        return NotImplemented
+    s_aux = others.get("s_aux")
     fresh = out is None
     window = NO_WINDOW if window_size is None else window_size
     if block_table is not None:

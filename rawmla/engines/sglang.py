@@ -1,9 +1,9 @@
 """The plug-in for SGLang. `register` is an entry point of the group sglang.srt.plugins; the variable
 RAWMLA_SGLANG turns it on.
 
-SGLang's dense, DSA and DeepSeek-V4 backends call FlashMLA through three functions of one module of theirs,
-which have argument orders of their own. "patch" hooks those three by SGLang's HookRegistry. What the module
-exports besides is of Blackwell alone, but for the class of plan objects: rawmla takes objects of any class.
+SGLang's dense, DSA and DeepSeek-V4 backends call FlashMLA through three functions of one module, which have
+argument orders of their own. "patch" hooks those three by SGLang's HookRegistry. The other functions of the
+module are for Blackwell alone, and its class of plan objects stays, since rawmla takes objects of any class.
 "patch" also hooks the function by which the fa3 backend calls FlashAttention.
 """
 
@@ -11,47 +11,37 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib import import_module, util
 from typing import Any
 
 from rawmla.environment import version_of
 
-from .plug_in import Engine
+from .plug_in import Engine, Module
 
+_NAMES = ("get_mla_metadata", "flash_mla_with_kvcache", "flash_mla_sparse_fwd")
 ENGINE = Engine(
     title="SGLang",
     distribution="sglang",
-    tested=("0.5.23",),
-    module="sglang.kernels.ops.attention.flash_mla_interface",
-    replaced={
-        "get_mla_metadata": (
-            "cache_seqlens, num_q_tokens_per_head_k, num_heads_k, num_heads_q, is_fp8_kvcache, topk"
+    tested=("0.5.19", "0.5.20", "0.5.21", "0.5.22", "0.5.23"),
+    modules=(
+        Module(
+            paths=("sglang.kernels.ops.attention.flash_mla_interface", "sgl_kernel.flash_mla"),
+            replaced={name: f"rawmla.compat.sgl_kernel:{name}" for name in _NAMES},
         ),
-        "flash_mla_with_kvcache": (
-            "q, k_cache, block_table, cache_seqlens, head_dim_v, tile_scheduler_metadata, num_splits, "
-            "softmax_scale, causal, descale_q, descale_k, is_fp8_kvcache, indices, attn_sink, extra_k_cache, "
-            "extra_indices_in_kvcache, topk_length, extra_topk_length, kv_format, use_legacy"
+        Module(
+            paths=("sglang.kernels.ops.attention.flash_attention",),
+            replaced={
+                "flash_attn_with_kvcache": "rawmla.compat.sglang_flash_attn:flash_attn_with_kvcache",
+            },
+            goes_on=True,
         ),
-        "flash_mla_sparse_fwd": "q, kv, indices, sm_scale, d_v, attn_sink, topk_length, use_legacy",
-    },
+    ),
     variable="RAWMLA_SGLANG",
     modes=("patch",),
     group="sglang.srt.plugins",
     filter="SGLANG_PLUGINS",
     line="RAWMLA_SGLANG=patch python -m sglang.launch_server --model-path MODEL",
-)
-FLASH_ATTN = ENGINE._replace(
-    module="sglang.kernels.ops.attention.flash_attention",
-    replaced={
-        "flash_attn_with_kvcache": (
-            "q, k_cache, v_cache, k, v, qv, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, "
-            "cache_leftpad, page_table, cu_seqlens_q, cu_seqlens_k_new, max_seqlen_q, rotary_seqlens, "
-            "q_descale, k_descale, v_descale, softmax_scale, causal, window_size, attention_chunk, softcap, "
-            "rotary_interleaved, scheduler_metadata, num_splits, pack_gqa, only_qv, sm_margin, "
-            "return_softmax_lse, sinks, ..."
-        ),
-    },
 )
 
 _log = logging.getLogger(__name__)
@@ -61,61 +51,42 @@ _registered = False
 def register() -> None:
     """Entry point: do what RAWMLA_SGLANG says. Unset or empty: nothing.
 
-    Raises nothing: whatever is not as expected is one warning, and SGLang is left as it is.
+    Raises nothing: if something is not as expected, there is one warning, and SGLang keeps its own.
     """
     global _registered
     mode = os.environ.get(ENGINE.variable, "")
     if not mode or _registered:
         return
-    if mode != "patch":
+    _registered = True
+    if mode not in ENGINE.modes:
         _log.warning("rawmla: SGLang is left as it is. %s: expected patch, got %r", ENGINE.variable, mode)
         return
-    for engine, hooks in (
-        (ENGINE, lambda: (_get_mla_metadata, _flash_mla_with_kvcache, _flash_mla_sparse_fwd)),
-        (FLASH_ATTN, _flash_attn_hooks),
-    ):
+    for module in ENGINE.modules:
         try:
-            reason = _refusal(engine)
+            reason = ENGINE.refusal([module])
             if reason is None:
-                _hook(engine, hooks())
+                _hook(module)
         except Exception as error:  # an engine must start all the same
             reason = f"{type(error).__name__}: {error}"
         if reason is not None:
-            _log.warning("rawmla: %s of SGLang is left as it is. %s", engine.module, reason)
-            continue
-        _registered = True
-        names, version = ", ".join(engine.replaced), version_of("sglang") or "?"
-        _log.info("rawmla: %s of %s are rawmla's now (SGLang %s)", names, engine.module, version)
+            _log.warning("rawmla: SGLang's %s is left as it is. %s", module.paths[0], reason)
 
 
-def _refusal(engine: Engine) -> str | None:
-    """Why the functions may not be hooked; None: they may.
-
-    SGLang's module of FlashMLA imports flash_mla. Where none is installed, rawmla's takes its place.
+def _hook(module: Module) -> None:
+    """Hook the functions of a module. SGLang's own imports flash_mla: where none is installed, rawmla's takes
+    its place.
     """
-    if engine is ENGINE and util.find_spec("flash_mla") is None:
+    if util.find_spec("flash_mla") is None:
         from rawmla.compat import install_flash_mla
 
         install_flash_mla()
-    version = version_of("sglang")
-    try:
-        module = import_module(engine.module)
-    except ImportError as error:
-        return f"{engine.module} of SGLang {version or 'of unknown version'} cannot be imported: {error}"
-    return engine.refusal(version, module)
-
-
-def _hook(engine: Engine, hooks: Sequence[Callable[..., Any]]) -> None:
+    import_module(str(module.path))  # or SGLang would report for each name that this fails
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    for name, hook in zip(engine.replaced, hooks, strict=True):
-        HookRegistry.register(f"{engine.module}.{name}", hook, HookType.AROUND)
-
-
-def _flash_attn_hooks() -> Sequence[Callable[..., Any]]:
-    from rawmla.compat.sglang_flash_attn import flash_attn_with_kvcache
-
-    return (flash_attn_with_kvcache,)
+    for name in module.replaced:
+        HookRegistry.register(f"{module.path}.{name}", _HOOKS[name], HookType.AROUND)
+    names = ", ".join(module.replaced)
+    _log.info("rawmla: %s of %s are rawmla's now (SGLang %s)", names, module.path, version_of("sglang"))
 
 
 # ---- the hooks, around the functions of SGLang. Dense decoding over an FP8 cache, which rawmla does not
@@ -153,3 +124,18 @@ def _flash_mla_sparse_fwd(original: Callable[..., Any], *args: Any, **kwargs: An
     from rawmla.compat import sgl_kernel
 
     return sgl_kernel.flash_mla_sparse_fwd(*args, **kwargs)
+
+
+def _flash_attn_with_kvcache(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    from rawmla.compat import sglang_flash_attn
+
+    results = sglang_flash_attn.flash_attn_with_kvcache(*args, **kwargs)
+    return original(*args, **kwargs) if results is NotImplemented else results
+
+
+_HOOKS: dict[str, Callable[..., Any]] = {
+    "get_mla_metadata": _get_mla_metadata,
+    "flash_mla_with_kvcache": _flash_mla_with_kvcache,
+    "flash_mla_sparse_fwd": _flash_mla_sparse_fwd,
+    "flash_attn_with_kvcache": _flash_attn_with_kvcache,
+}

@@ -2,7 +2,7 @@
 [--sources DIR]
 
 As record.py does for FlashMLA, whose help says how. The files are
-tests/contracts/flash_attn/ENGINE-VERSION.json; tests/test_flash_attn_engines.py and
+tests/contracts/flash_attn/ENGINE.json; tests/test_flash_attn_engines.py and
 tests/gpu/test_engine_flash_attn.py repeat the calls.
 """
 
@@ -27,8 +27,8 @@ from contracts.record import (  # noqa: E402
     file_of,
     int32,
     numbers,
+    record_into,
     vllm_without_gpu,
-    write_calls,
 )
 
 FP8 = torch.float8_e4m3fn
@@ -280,7 +280,7 @@ def main() -> int:
     options = parser.parse_args()
     found = distribution_of(parser, options.engine, options.sources)
     recorder = record_vllm() if options.engine == "vllm" else record_sglang(Path(str(found.locate_file(""))))
-    write_calls(options.out / f"{options.engine}-{found.version}.json", options.engine, found, recorder)
+    record_into(options.out / f"{options.engine}.json", found.version, recorder)
     return 0
 
 

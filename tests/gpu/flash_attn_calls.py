@@ -7,17 +7,19 @@ offset in a parent of poison of the recorded size. Works on any device.
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from math import inf
 from typing import Any
 
 from contract_calls import CONTRACTS, Recorded
+from contract_calls import recorded as recorded_in
 from gpu_support import POISON_BYTE, assert_poison
 
 from kit.generators import GARBAGE_PAGE
 from kit.mha import flash_attn_func, problems_of_lse, problems_of_out
-from rawmla.compat import sglang_flash_attn, vllm_flash_attn
+from rawmla.compat import vllm_flash_attn
+from rawmla.engines import sglang
+from rawmla.engines.plug_in import or_original
 
 PASSED_ON = "what the engine's own function returns"
 NAMES = {  # of SGLang's arguments, by vLLM's
@@ -31,18 +33,14 @@ NAMES = {  # of SGLang's arguments, by vLLM's
 
 def recorded() -> list[Recorded]:
     """All calls of all files."""
-    found = []
-    for path in sorted((CONTRACTS / "flash_attn").glob("*.json")):
-        file = json.loads(path.read_text())
-        found += [Recorded(file["engine"], file["version"], **call) for call in file["calls"]]
-    return found
+    return recorded_in(CONTRACTS / "flash_attn")
 
 
 def id_of(record: Recorded) -> str:
     """For pytest."""
     lse = ", lse" if record.arguments.get("return_softmax_lse") else ""
     cache = ", no cache" if record.arguments.get("cu_seqlens_k") else ""
-    return f"{record.engine} {record.version}: {record.case}{cache}{lse}"
+    return f"{record.engine} {record.versions[-1]}: {record.case}{cache}{lse}"
 
 
 def is_passed_on(record: Recorded) -> bool:
@@ -61,9 +59,8 @@ def function_of(record: Recorded) -> Any:
         return PASSED_ON
 
     if record.engine == "sglang":
-        return partial(sglang_flash_attn.flash_attn_with_kvcache, original)
-    originals = {"flash_attn_varlen_func": original, "get_scheduler_metadata": original}
-    return vllm_flash_attn.replacements(originals)[record.function]
+        return partial(sglang._flash_attn_with_kvcache, original)
+    return or_original(vllm_flash_attn.flash_attn_varlen_func, original)
 
 
 class Call:
