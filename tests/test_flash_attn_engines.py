@@ -205,8 +205,12 @@ def test_names_are_replaced(tree: Path, code: str) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "family", "text"),
     [
-        ("softcap=0.0", "cap=0.0", "90", "flash_attn_varlen_func (cap). Unset RAWMLA_VLLM"),
-        ("v_descale=None, num_splits=0", "num_splits=0, v_descale=None", "90", "(num_splits, v_descale)."),
+        (
+            "v_descale=None, num_splits=0",
+            "num_splits=0, v_descale=None",
+            "90",
+            "(num_splits, v_descale). Unset RAWMLA_VLLM",
+        ),
         ("softcap", "softcap", "100", "rawmla's kernels are for Hopper"),
     ],
 )
