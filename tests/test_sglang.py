@@ -58,5 +58,5 @@ def test_plug_in_is_found_and_hooks(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     seen, uses_cuda = json.loads(done.stdout.splitlines()[-1])
     *names, original, passed_on = seen
-    assert names == list(sglang.ENGINE.replaced) and original == "SGLang's" and not uses_cuda
+    assert names == list(sglang.ENGINE.modules[0].replaced) and original == "SGLang's" and not uses_cuda
     assert passed_on.startswith("rawmla: flash_attn_with_kvcache goes on") and "no page_table" in passed_on

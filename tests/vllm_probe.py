@@ -87,16 +87,17 @@ def after() -> Any:
 
 def flash_attn() -> Any:
     """The same of FlashAttention's names: half of the importers came before the plug-in."""
-    from rawmla.engines.vllm import FLASH_ATTN, register
+    from rawmla.engines.vllm import ENGINE, register
 
+    _, module_of_names = ENGINE.modules
     record.vllm_without_gpu("vllm.vllm_flash_attn._vllm_fa3_C")
     for number, module in enumerate(FLASH_ATTN_IMPORTERS):
         if number == len(FLASH_ATTN_IMPORTERS) // 2:
             register()
         import_module(module)
     found = {}
-    for module in (FLASH_ATTN.module, *FLASH_ATTN_IMPORTERS):
-        values = [vars(import_module(module)).get(name) for name in FLASH_ATTN.replaced]
+    for module in (str(module_of_names.path), *FLASH_ATTN_IMPORTERS):
+        values = [vars(import_module(module)).get(name) for name in module_of_names.replaced]
         found[module] = [value.__module__ for value in values if value is not None]
     return found
 
