@@ -27,6 +27,11 @@ for name in ("get_mla_metadata", "flash_mla_with_kvcache", "flash_mla_sparse_fwd
 interface.get_mla_metadata()
 interface.flash_mla_with_kvcache(torch.zeros(1).bfloat16(), None, None, None, 512, None)
 interface.flash_mla_sparse_fwd(None, None, None, 1.0)
+import sglang.kernels.ops.attention.flash_attention as flash_attention
+from rawmla.compat import engine_calls
+flash_attention.fa3_flash_attn_with_kvcache = lambda *args, **kwargs: seen.append("SGLang's")
+flash_attention.flash_attn_with_kvcache(torch.zeros(1, 1, 8), None, None)
+seen.extend(engine_calls._passed_on)
 print(json.dumps([seen, torch.cuda.is_initialized()]))
 """
 
@@ -51,4 +56,7 @@ def test_plug_in_is_found_and_hooks(tmp_path: Path) -> None:
         [sys.executable, "-c", LOAD], env=environment, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert json.loads(done.stdout.splitlines()[-1]) == [list(sglang.ENGINE.replaced), False]
+    seen, uses_cuda = json.loads(done.stdout.splitlines()[-1])
+    *names, original, passed_on = seen
+    assert names == list(sglang.ENGINE.modules[0].replaced) and original == "SGLang's" and not uses_cuda
+    assert passed_on.startswith("rawmla: flash_attn_with_kvcache goes on") and "no page_table" in passed_on

@@ -12,6 +12,16 @@ from .mha_forward_variants import PAGE_ROWS
 _ALIGNMENT = 128
 
 
+def decode_tokens(group: int) -> int:
+    """Return how many query tokens of a request decoding alone is meant for, with `group` heads a KV head."""
+    return max(TILE_ROWS[-1] // group, 1)
+
+
+def reads_pages(block_size: int) -> bool:
+    """Whether dense attention can read pages of this size."""
+    return block_size % PAGE_ROWS == 0
+
+
 class PreparedCached:
     """The launches of a call, which take ``scratch_bytes`` of scratch; 0: none.
 
@@ -30,10 +40,10 @@ class PreparedCached:
         arrays. ``capturing`` as in `rawmla.jit.get_kernel`.
         """
         group = call.h_q // call.h_kv
-        most_tokens = max(TILE_ROWS[-1] // group, 1)
+        most_tokens = decode_tokens(group)
         self._launches: list[Callable[[int, tuple[int, ...], int, int], None]] = []
         self._decode_bytes = self.scratch_bytes = 0
-        fits = not paged or call.block_size % PAGE_ROWS == 0
+        fits = not paged or reads_pages(call.block_size)
         if (
             serves_long
             and fits
