@@ -175,7 +175,7 @@ def machine() -> dict[str, str]:
     import torch
 
     versions = {name: metadata.version(name) for name in ("vllm", "torch", "transformers")}
-    return {**versions, "device": torch.cuda.get_device_name()}
+    return {**versions, "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"}
 
 
 def main(arguments: list[str]) -> int:

@@ -73,7 +73,7 @@ def moe() -> Iterator[Job]:
 
 
 def gqa() -> Iterator[Job]:
-    """Grouped-query attention, with Triton's kernels beside: FlashAttention-3 may be built without a shape."""
+    """Grouped-query attention. An engine may have no FlashAttention-3 for a shape, so Triton's is beside."""
     for model in ("llama", "qwen", "gemma", "gpt_oss"):
         yield from served(model, GQA, "eager")
         yield from served(model, GQA, "graphs")
