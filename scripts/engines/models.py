@@ -66,15 +66,15 @@ MODELS = {
 def deviation(name: str, shape: tuple[int, ...], kind: str) -> float | None:
     """Standard deviation of a weight's random values. None: it keeps what transformers sets (norms).
 
-    Queries are doubled, so that scores have a deviation of 2 and softmax is peaked; heads are doubled, so
-    that few tokens are nearly as likely as the chosen one.
+    Queries are doubled, so that scores have a deviation of 2 and softmax is peaked. The last product is
+    doubled, so that few tokens are nearly as likely as the chosen one.
     """
     if "norm" in name:
         return None
     if len(shape) == 1:  # biases and sinks
         return 1.0 if "sinks" in name else 0.5
     if "embed_tokens" in name:
-        return 2.0 * shape[-1] ** -0.5 if kind == "gemma2" else 1.0  # Gemma scales and ties its embedding
+        return 0.125 * shape[-1] ** -0.5 if kind == "gemma2" else 1.0  # Gemma multiplies its by the rest
     if "bias" in name:  # of each expert
         return 0.1
     inputs = shape[1] if kind == "gpt_oss" and "experts" in name else shape[-1]
@@ -97,6 +97,8 @@ def make(folder: Path, name: str, device: str) -> None:
             scale = deviation(parameter, tuple(values.shape), kind)
             if scale is not None:
                 values.normal_(0.0, scale, generator=generator)
+        if kind == "gemma2":  # its head is its small embedding
+            model.model.norm.weight.fill_(15.0)
     model.save_pretrained(folder / name)
 
 
