@@ -26,10 +26,12 @@ class Recorder:
     def __init__(self) -> None:
         self.inputs: list[tuple[Any, Any]] = []
         self.sums: list[list[tuple[str, Any]]] = []
+        self.rows = 0  # of the pass that runs; the head and the sampler run between passes
 
     def attach(self, model: Any) -> None:
         """Watch a model and all of its modules."""
         model.register_forward_pre_hook(self._begin, with_kwargs=True)
+        model.register_forward_hook(self._end)
         for name, module in model.named_modules():
             if name:
                 module.register_forward_hook(lambda _, given, output, name=name: self._note(name, output))
@@ -38,13 +40,16 @@ class Recorder:
         given = dict(zip(("input_ids", "positions"), args, strict=False)) | kwargs
         self.inputs.append((given["input_ids"].clone(), given["positions"].clone()))
         self.sums.append([])
+        self.rows = len(self.inputs[-1][0])
+
+    def _end(self, *given: Any) -> None:
+        self.rows = 0
 
     def _note(self, name: str, output: Any) -> None:
         import torch
 
-        rows = len(self.inputs[-1][0]) if self.inputs else 0
         for values in output if isinstance(output, tuple) else (output,):
-            if isinstance(values, torch.Tensor) and values.dim() > 1 and len(values) == rows:
+            if isinstance(values, torch.Tensor) and values.dim() > 1 and 0 < len(values) == self.rows:
                 self.sums[-1].append((name, checksums(values)))
 
     def take(self) -> list[Forward]:
@@ -75,10 +80,10 @@ def origin(alone: Sequence[Forward], batch: Sequence[Forward]) -> dict[str, Any]
     """
     places: dict[tuple[int, int], list[tuple[Forward, int]]] = defaultdict(list)
     for forward in batch:
-        for row, key in enumerate(zip(forward.tokens, forward.positions, strict=True)):
+        for row, key in enumerate(zip(forward.tokens, forward.positions, strict=False)):
             places[key].append((forward, row))
     for number, forward in enumerate(alone):
-        keys = zip(forward.tokens, forward.positions, strict=True)
+        keys = zip(forward.tokens, forward.positions, strict=False)
         pairs = [(row, places[key][0]) for row, key in enumerate(keys) if len(places[key]) == 1]
         for place, (module, sums) in enumerate(forward.sums):
             different = [

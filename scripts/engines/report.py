@@ -82,9 +82,10 @@ def invariance_cells(rows: list[Row]) -> Cells:
         if "invariance" in row:
             found = row["invariance"]
             differ = [one for one in found if one["logprob"] is not None]
-            origins = Counter(one["origin"]["module"] for one in found if one["origin"])
+            origins = Counter(f"`{one['origin']['module']}`" for one in found if one["origin"])
+            origins["after the last module"] = sum(not one["origin"] for one in differ)
             lengths = ", ".join(f"{one['length']} (token {one['logprob']})" for one in differ) or "-"
-            modules = ", ".join(f"`{module}` ({count})" for module, count in origins.most_common(3)) or "-"
+            modules = ", ".join(f"{name} ({count})" for name, count in origins.most_common(4) if count) or "-"
             equal = f"{len(found) - len(differ)} of {len(found)}"
             cells.append([row["group"], way(row), equal, lengths, modules])
     return cells
