@@ -133,6 +133,7 @@ class FakeLLM:
 def made_up_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     vllm = types.ModuleType("vllm")
     vllm.LLM, vllm.SamplingParams = FakeLLM, types.SimpleNamespace  # type: ignore[attr-defined]
+    vllm._custom_ops = types.SimpleNamespace(fused_add_rms_norm=None)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "vllm", vllm)
     monkeypatch.setattr(serve, "machine", lambda: {"vllm": "0"})
     monkeypatch.setattr(traces, "traced", lambda *args: {"attention_us": 5.0, "busy_us": 50.0})
@@ -144,7 +145,7 @@ def made_up_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     "tasks",
     [
         {"generate": {"kind": "short", "tokens": 4}},
-        {"invariance": {"kind": "plain", "tokens": 4}},
+        {"invariance": {"kind": "plain", "tokens": 4, "pinned": True}},
         {"speed": {"batches": [1, 3], "context": 5, "steps": 2}},
         {"host": {"batch": 2, "context": 5, "steps": 3}},
     ],
