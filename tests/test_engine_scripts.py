@@ -136,7 +136,7 @@ def made_up_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     vllm._custom_ops = types.SimpleNamespace(fused_add_rms_norm=None)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "vllm", vllm)
     monkeypatch.setattr(serve, "machine", lambda: {"vllm": "0"})
-    monkeypatch.setattr(traces, "traced", lambda *args: {"attention_us": 5.0, "busy_us": 50.0})
+    monkeypatch.setattr(traces, "traced", lambda *args: {"attention_us": 5.0, "busy_us": 50.0, "ours": []})
     monkeypatch.setattr(host, "TIMED", ((__name__, "FakeLLM.step"),))
     yield
 
@@ -189,12 +189,13 @@ def test_gpu_time_of_a_trace() -> None:
     events += [event("void concat_and_cache_mla<>", 0, 2), event("cpu_op", 0, 99, "cpu_op")]
     found = traces.summary([*events, *({**one, "ts": one["ts"] + 100} for one in events)], layers=1)
     assert (found["steps"], found["attention_us"], found["busy_us"]) == (2, 20, 27)
+    assert found["ours"] == ["mla_combine", "mla_dense_decode"]
     assert found["kernels"][0] == {"name": "mla_dense_decode", "per_step": 1, "us": 15, "grid": [1, 2, 3]}
 
 
 def row(name: str, backend: str, mode: str, **more: Any) -> dict[str, Any]:
     about = {"name": name, "model": "dense16", "backend": backend, "mode": mode, "case": "eager"}
-    return {**about, "group": "dense16", "round": 0, "layers": 4, **more}
+    return {**about, "group": "dense16", "round": 0, "layers": 4, "kernels": ["mla_dense_decode"], **more}
 
 
 def test_tables() -> None:
@@ -218,6 +219,7 @@ def test_tables() -> None:
     rows += [row("e", "FLASHMLA", "none", speed=decoding), row("f", "FLASHMLA", "none", error="no memory")]
     kernel = [{"condition": "causal", "loop_us": 6.25, **gpu}]
     rows += [row("g", "flash_mla", "none", kernel=kernel) | {"group": "kernel"}]
+    assert report.way(row("h", "FLASH_ATTN", "patch", kernels=[])) == "FlashAttention-3 in spite of patch"
     text = report.page(rows)
     for line in (
         "| dense16 | rawmla, backend | eager | 1 of 2 | 66.7% | 0.0200 | 0.500 | 50.0% | 1 of 2 | 2.0 |",

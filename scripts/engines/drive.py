@@ -67,12 +67,14 @@ def _end_all_of(process: subprocess.Popen[bytes]) -> None:
 class Driver:
     """Runs jobs until the time is over."""
 
-    def __init__(self, folder: Path, seconds: float, command: Sequence[str] = ()) -> None:
+    def __init__(
+        self, folder: Path, seconds: float, command: Sequence[str] = (), results: Path | None = None
+    ) -> None:
         self.folder = folder
         self.begin = time.monotonic()
         self.seconds = seconds
         self.command = list(command) or [sys.executable, str(ENTRY)]
-        self.results = folder / "results.jsonl"
+        self.results = results or folder / "results.jsonl"
         for name in ("logs", "jobs", "traces", "models"):
             (folder / name).mkdir(parents=True, exist_ok=True)
         plug_in(folder)
@@ -168,9 +170,11 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("waves", help=f"with commas between: {known}")
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=570)
+    parser.add_argument("--results", type=Path, help="where the results are kept; F/results.jsonl")
     parser.add_argument("--only", default="", metavar="REGEX", help="jobs whose names match")
     parser.add_argument("--width", type=int, default=8, help="engines side by side where nothing is timed")
     options = parser.parse_args(arguments)
     jobs = [job for job in waves.jobs(options.waves.split(",")) if re.search(options.only, job.name)]
-    Driver(options.folder.resolve(), options.seconds).run(jobs, options.width)
+    driver = Driver(options.folder.resolve(), options.seconds, results=options.results)
+    driver.run(jobs, options.width)
     return 0

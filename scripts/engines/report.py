@@ -35,8 +35,13 @@ LIBRARIES = {
 
 
 def way(row: Row) -> str:
-    """Whose attention a job ran, and how it came into the engine."""
-    return LIBRARIES[row["backend"]] if row["mode"] == "none" else f"rawmla, {row['mode']}"
+    """Whose attention a job ran, and how it came into the engine; a mode that ran no kernel of rawmla's is
+    another library's.
+    """
+    library = LIBRARIES[row["backend"]]
+    if row["mode"] == "none":
+        return library
+    return f"rawmla, {row['mode']}" if row["kernels"] else f"{library} in spite of {row['mode']}"
 
 
 def agreement(row: Row, reference: Row | None) -> list[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -140,9 +141,10 @@ def task_speed(llm: Any, result: Result, batches: list[int], context: int, steps
             tokens = sum(decoding.step() for _ in range(steps))
             seconds = time.perf_counter() - begin
             windows.append({"step_us": seconds / steps * 1e6, "tokens_per_s": tokens / seconds})
-        row = {"batch": batch, "context": context, "windows": windows}
+        row: Result = {"batch": batch, "context": context, "windows": windows}
         if "trace_folder" in result:
             row["gpu"] = traces.traced(llm, decoding.step, result["trace_folder"], result["layers"])
+            result["kernels"] = row["gpu"]["ours"]
         decoding.end()
         result["speed"].append(row)
 
@@ -185,6 +187,12 @@ def start(job: Job, models: Path, result: Result) -> Any:
     return llm
 
 
+def loaded_kernels() -> list[str]:
+    """rawmla's kernels that this process has loaded."""
+    loading = sys.modules.get("rawmla.jit.loading")
+    return loading.loaded_labels() if loading else []
+
+
 def machine() -> dict[str, str]:
     """Versions and device, for the report."""
     from importlib import metadata
@@ -212,6 +220,7 @@ def main(arguments: list[str]) -> int:
             llm = start(job, options.folder / "models", result)
             for name, arguments_of in job.tasks.items():
                 TASKS[name](llm, result, **arguments_of)
+            result.setdefault("kernels", loaded_kernels())
         result["machine"] = machine()
     except Exception as error:  # a result as well: the driver goes on
         traceback.print_exc()

@@ -8,10 +8,14 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from . import ROOT
+
 STEPS = 12
 """Steps in a trace."""
+OURS = tuple(path.stem for path in sorted((ROOT / "cuda_src" / "kernels").glob("*.cu")))
+"""rawmla's kernels."""
 ATTENTION = (
-    *("mla_dense_decode", "mla_combine", "mla_sparse", "mha_decode", "mha_forward"),  # rawmla's
+    *(name for name in OURS if name != "mla_metadata"),
     *("splitkv_mla", "flash_fwd_mla", "mla_fwd", "sparse_attn", "combine_kernel"),  # FlashMLA's
     *("FlashAttnFwd", "flash::enable_sm90", "FlashAttnFwdCombine"),  # FlashAttention-3's
     *("kernel_unified_attention", "_fwd_kernel_stage", "_fwd_grouped_kernel", "reduce_segments"),  # Triton's
@@ -78,6 +82,7 @@ def summary(events: Iterable[Event], layers: int, steps: int = STEPS) -> dict[st
         "steps": count,
         "attention_us": busy(filter(is_attention, work)) / count / layers,
         "busy_us": busy(work) / count,
+        "ours": [name for name in OURS if any(found.startswith(name) for found in kernels)],
         "kernels": [describe(name, of_it, count) for name, of_it in largest],
     }
 
