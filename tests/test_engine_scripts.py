@@ -146,7 +146,7 @@ def made_up_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     [
         {"generate": {"kind": "short", "tokens": 4}},
         {"invariance": {"kind": "plain", "tokens": 4, "pinned": True}},
-        {"speed": {"batches": [1, 3], "context": 5, "steps": 2}},
+        {"speed": {"batches": [1, 3], "context": 5, "steps": 2, "traced": True}},
         {"host": {"batch": 2, "context": 5, "steps": 3}},
     ],
     ids=lambda tasks: next(iter(tasks)),
@@ -169,6 +169,7 @@ def test_tasks_with_a_made_up_engine(tmp_path: Path, made_up_engine: None, tasks
         assert [one["origin"] for one in result["invariance"] if one["length"] > 200].count(None) > 8
     elif "speed" in tasks:
         assert [(one["batch"], len(one["windows"])) for one in result["speed"]] == [(1, 4), (3, 4)]
+        assert all("gpu" in one for one in result["speed"]) and result["kernels"] == []
     else:
         (timed,) = result["host"]["functions"]
         assert timed["calls"] == 1 and result["host"]["profile"]

@@ -41,7 +41,7 @@ def way(row: Row) -> str:
     library = LIBRARIES[row["backend"]]
     if row["mode"] == "none":
         return library
-    return f"rawmla, {row['mode']}" if row["kernels"] else f"{library} in spite of {row['mode']}"
+    return f"{library} in spite of {row['mode']}" if row.get("kernels") == [] else f"rawmla, {row['mode']}"
 
 
 def agreement(row: Row, reference: Row | None) -> list[str]:
@@ -106,6 +106,8 @@ def by(rows: Iterable[Row], key: Callable[[Row], Any]) -> dict[Any, list[Row]]:
 
 def spread(values: list[float], digits: int = 0) -> str:
     """The median, with the least and the largest where there are several."""
+    if not values:
+        return "-"
     text = f"{statistics.median(values):,.{digits}f}"
     if len(values) > 1:
         text += f" ({min(values):,.{digits}f} to {max(values):,.{digits}f})"
@@ -170,8 +172,9 @@ def speed_cells(rows: list[Row]) -> Cells:
                 spread([statistics.median(window[key] for window in one) for one in windows])
                 for key in ("tokens_per_s", "step_us")
             ]
-            columns += [spread([one["gpu"]["busy_us"] for one in found])]
-            columns += [spread([one["gpu"]["attention_us"] for one in found], 1)]
+            traced = [one["gpu"] for one in found if "gpu" in one]
+            columns += [spread([one["busy_us"] for one in traced])]
+            columns += [spread([one["attention_us"] for one in traced], 1)]
             cells.append([str(batch), name, *columns])
     return cells
 

@@ -104,11 +104,12 @@ def task_invariance(llm: Any, result: Result, kind: str, tokens: int, pinned: bo
 
 
 class Decoding:
-    """Requests that decode side by side."""
+    """Requests that decode side by side: all of them for `tokens` steps after they have started."""
 
     def __init__(self, llm: Any, batch: int, context: int, tokens: int) -> None:
         self.engine = llm.llm_engine
         rng = random.Random(batch)
+        tokens += 10 + batch * context // 4096  # the first ones decode while the last ones are prefilled
         for number in range(batch):
             text = {"prompt_token_ids": random_tokens(context, rng)}
             self.engine.add_request(f"{batch}-{number}-{time.time_ns()}", text, sampling(tokens))
@@ -129,30 +130,33 @@ class Decoding:
             self.engine.step()
 
 
-def task_speed(llm: Any, result: Result, batches: list[int], context: int, steps: int) -> None:
-    """Decoding at several batch sizes: wall-clock time of windows of steps, then GPU time of traced ones."""
+def task_speed(llm: Any, result: Result, batches: list[int], context: int, steps: int, traced: bool) -> None:
+    """Decoding at several batch sizes: wall-clock time of windows of steps. Traces come after all of these,
+    since a profiler that ran once may slow down what follows.
+    """
     Decoding(llm, 4, 64, 30).end()
     result["speed"] = []
     for batch in batches:
-        decoding = Decoding(llm, batch, context, 5 * steps + 60)
+        decoding = Decoding(llm, batch, context, 4 * steps + 10)
         windows = []
         for _ in range(4):
             begin = time.perf_counter()
             tokens = sum(decoding.step() for _ in range(steps))
             seconds = time.perf_counter() - begin
             windows.append({"step_us": seconds / steps * 1e6, "tokens_per_s": tokens / seconds})
-        row: Result = {"batch": batch, "context": context, "windows": windows}
-        if "trace_folder" in result:
-            row["gpu"] = traces.traced(llm, decoding.step, result["trace_folder"], result["layers"])
-            result["kernels"] = row["gpu"]["ours"]
         decoding.end()
-        result["speed"].append(row)
+        result["speed"].append({"batch": batch, "context": context, "windows": windows})
+    for row in result["speed"] if traced else ():
+        decoding = Decoding(llm, row["batch"], context, traces.STEPS + 10)
+        row["gpu"] = traces.traced(llm, decoding.step, result["trace_folder"], result["layers"])
+        result["kernels"] = row["gpu"]["ours"]
+        decoding.end()
 
 
 def task_host(llm: Any, result: Result, batch: int, context: int, steps: int) -> None:
     """Host time of small decode steps: of a step, of functions by timers, and by cProfile."""
     Decoding(llm, 4, 64, 30).end()
-    decoding = Decoding(llm, batch, context, 6 * steps + 60)
+    decoding = Decoding(llm, batch, context, 6 * steps + 10)
     windows = []
     for _ in range(4):
         begin = time.perf_counter()
@@ -215,12 +219,13 @@ def main(arguments: list[str]) -> int:
         if "kernel" in job.tasks:
             result["kernel"] = alone.measure(**job.tasks["kernel"])
         else:
-            if "speed" in job.tasks:
+            if job.tasks.get("speed", {}).get("traced"):
                 result["trace_folder"] = str(options.folder / "traces" / job.name)
             llm = start(job, options.folder / "models", result)
             for name, arguments_of in job.tasks.items():
                 TASKS[name](llm, result, **arguments_of)
-            result.setdefault("kernels", loaded_kernels())
+            if job.variables.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0":
+                result["kernels"] = loaded_kernels()
         result["machine"] = machine()
     except Exception as error:  # a result as well: the driver goes on
         traceback.print_exc()

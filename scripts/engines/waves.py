@@ -135,7 +135,7 @@ def host() -> Iterator[Job]:
 def speed(model: str, batches: tuple[int, ...] = (1, 16, 64, 256), context: int = 4000) -> Iterator[Job]:
     """Decoding with 24 layers, in vLLM's own two processes, with all graphs of decode steps."""
     ways = (*DENSE, ("FLASH_ATTN_MLA", "none"))
-    pages = -(-(context + 256) // 64)
+    pages = -(-(context + 384) // 64)
     cache = max(batches) * pages * 64 * 1152 * 24
     options = thin(24) | {"max_num_seqs": max(batches), "kv_cache_memory_bytes": cache + GIB}
     for number, (backend, mode) in rounds(3, ways):
@@ -145,7 +145,9 @@ def speed(model: str, batches: tuple[int, ...] = (1, 16, 64, 256), context: int 
             backend=backend,
             mode=mode,
             case="graphs",
-            tasks={"speed": {"batches": list(batches), "context": context, "steps": 24}},
+            tasks={
+                "speed": {"batches": list(batches), "context": context, "steps": 24, "traced": not number}
+            },
             options=options,
             group=f"speed-{model}",
             round=number,
@@ -164,7 +166,7 @@ def speed_gqa() -> Iterator[Job]:
             backend=backend,
             mode=mode,
             case="graphs",
-            tasks={"speed": {"batches": [1, 16, 64], "context": 4000, "steps": 24}},
+            tasks={"speed": {"batches": [1, 16, 64], "context": 4000, "steps": 24, "traced": not number}},
             options=options,
             group="speed-llama",
             round=number,
@@ -185,7 +187,7 @@ def kernel() -> Iterator[Job]:
             backend=backend,
             mode=mode,
             case="graphs",
-            tasks={"speed": {"batches": [64], "context": 8192, "steps": 12}},
+            tasks={"speed": {"batches": [64], "context": 8192, "steps": 12, "traced": True}},
             options={"max_model_len": 8448, "kv_cache_memory_bytes": 4 * GIB},
             group="kernel",
             alone=True,
