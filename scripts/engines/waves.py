@@ -98,6 +98,7 @@ def invariant() -> Iterator[Job]:
                 backend=backend,
                 mode=mode,
                 tasks={"invariance": {"kind": "plain", "tokens": 64, "pinned": pinned}},
+                options={"max_num_batched_tokens": 16384},  # no prompt is cut in the batch
                 variables=INVARIANT,
                 group=group,
             )
