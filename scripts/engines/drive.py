@@ -24,7 +24,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from . import ROOT, record, waves
+from . import ROOT, models, record, waves
 from .jobs import Job
 
 ENTRY = Path(__file__).parent
@@ -133,7 +133,7 @@ class Driver:
 
     def make_models(self, names: set[str]) -> None:
         """Have the missing models written."""
-        missing = [name for name in sorted(names) if not (self.folder / "models" / name).exists()]
+        missing = [name for name in sorted(names) if not models.is_made(self.folder / "models", name)]
         if missing:
             self.tool("models", str(self.folder / "models"), *missing)
             self.say(f"models: {', '.join(missing)}")

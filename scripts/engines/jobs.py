@@ -6,9 +6,6 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-MODES = ("none", "patch", "backend")
-"""RAWMLA_VLLM's values; "none" leaves the engine as it is."""
-
 SIZES = [1, 2, 4, 8, 16, 24, 32, 64, 128, 256]
 """Batch sizes of CUDA graphs."""
 CASES: dict[str, dict[str, Any]] = {
@@ -28,6 +25,7 @@ class Job:
     backend: str
     """A member of vLLM's AttentionBackendEnum, or a kernel for `alone`."""
     mode: str = "none"
+    """RAWMLA_VLLM's value; "none" leaves the engine as it is."""
     case: str = "eager"
     tasks: dict[str, Any] = field(default_factory=dict)
     """Functions of `serve.TASKS`, with their arguments."""

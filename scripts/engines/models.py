@@ -102,12 +102,17 @@ def make(folder: Path, name: str, device: str) -> None:
     model.save_pretrained(folder / name)
 
 
+def is_made(folder: Path, name: str) -> bool:
+    """Whether a model is there: weights are written last."""
+    return (folder / name / "model.safetensors").exists()
+
+
 def make_missing(folder: Path, names: list[str]) -> None:
     """Write the models that are not there, on the GPU if there is one."""
     import torch
 
     for name in names:
-        if not (folder / name / "model.safetensors").exists():
+        if not is_made(folder, name):
             make(folder, name, "cuda" if torch.cuda.is_available() else "cpu")
 
 

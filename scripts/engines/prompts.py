@@ -13,7 +13,7 @@ LONG = [*SHORT[:12], 300, 1025, 2000, 2047, 2048, 2049, 2500, 3000]
 SHARED = 320
 """Tokens at the start of every third prompt, if it is longer: what prefix caching finds again."""
 PERIOD = 7
-"""Every third prompt repeats a phrase of so many tokens, which speculation by n-grams can continue."""
+"""Tokens of the phrase that every third prompt repeats: speculation by n-grams can continue it."""
 
 
 def random_tokens(count: int, rng: random.Random) -> list[int]:

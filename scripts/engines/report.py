@@ -115,7 +115,7 @@ def spread(values: list[float], digits: int = 0) -> str:
 
 
 def layer_times(rows: list[Row]) -> list[float]:
-    """Host microseconds of a layer: of each round, the difference of two depths over that of their layers."""
+    """Host microseconds of a layer in each round: how much longer a step takes with more layers."""
     times = []
     for pair in by(rows, lambda row: row["round"]).values():
         if len(pair) == 2:
