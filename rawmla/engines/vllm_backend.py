@@ -28,10 +28,7 @@ from vllm.v1.attention.backends.mla.flashmla_sparse import (
     FlashMLASparseImpl,
     FlashMLASparseMetadataBuilder,
 )
-from vllm.v1.attention.backends.utils import (
-    reshape_attn_output_for_spec_decode,
-    reshape_query_for_spec_decode,
-)
+from vllm.v1.attention.backends.utils import reshape_attn_output_for_spec_decode
 from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
 import rawmla
@@ -124,9 +121,8 @@ class RawMLAImpl(FlashMLAImpl):
             )
             return result
         decode = attn_metadata.decode
-        q = reshape_query_for_spec_decode(_split(q), attn_metadata.num_decodes)
         out, lse = rawmla.flash_mla_with_kvcache(
-            _as_argument(q),
+            _by_request(q, attn_metadata.num_decodes),
             kv_c_and_k_pe_cache.unsqueeze(-2),
             decode.block_table,
             decode.seq_lens,
@@ -319,6 +315,16 @@ def _split(q: Any) -> Any:
         return q
     nope, rope = q
     return _SplitQuery(nope, rope) if rope.shape[-1] else nope
+
+
+def _by_request(q: Any, requests: int) -> Any:
+    """Return a query of vLLM, [T, h, d_qk] or the pair of its parts, as rawmla takes it: [b, s_q, h, ...]."""
+    nope, rope = q if isinstance(q, tuple) else (q, None)
+    tokens = nope.shape[0] // requests
+    nope = nope.view(requests, tokens, *nope.shape[1:])
+    if rope is None or not rope.shape[-1]:
+        return nope
+    return nope, rope.view(requests, tokens, *rope.shape[1:])
 
 
 def _as_argument(q: Any) -> Any:
