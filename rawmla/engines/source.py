@@ -83,7 +83,7 @@ def _names_of(file: Path) -> dict[str, list[ast.FunctionDef | ast.ClassDef | ast
     looked into.
     """
     names: dict[str, list[ast.FunctionDef | ast.ClassDef | ast.ImportFrom]] = {}
-    for node in _statements(ast.parse(file.read_text())):
+    for node in _statements(ast.parse(file.read_bytes())):
         if isinstance(node, ast.ImportFrom):
             for one in node.names:
                 names.setdefault(one.asname or one.name, []).append(node)

@@ -67,8 +67,8 @@ def recorded() -> list[Recorded]:
 
 
 def attention_calls() -> list[Recorded]:
-    """Those that compute attention; the others make plans. Of calls that differ only in what they leave out or
-    give as None or False, the first.
+    """Those that compute attention; the others make plans. Of calls that differ only in arguments of None or
+    False, the first.
     """
     different: dict[Any, Recorded] = {}
     for call in recorded():
