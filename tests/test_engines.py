@@ -90,6 +90,18 @@ UTILS = """\
 def reshape_query_for_spec_decode(query, batch_size): pass
 def reshape_attn_output_for_spec_decode(attn_output): pass
 """
+VLLM = {
+    "vllm/platforms/__init__.py": PLATFORM,
+    "vllm/v1/attention/ops/flashmla.py": INTERFACE,
+    FILE_OF_FLASH_ATTN: FLASH_ATTN,
+    "vllm/v1/attention/backends/mla/flashmla.py": NAMES + PARENTS,
+    "vllm/v1/attention/backends/mla/flashmla_sparse.py": PARENTS.replace(
+        "class FlashMLA", "class FlashMLASparse"
+    ),
+    "vllm/v1/attention/backends/registry.py": REGISTRY,
+    "vllm/v1/attention/backends/utils.py": UTILS,
+    "vllm/v1/kv_cache_interface.py": "def is_quantized_kv_cache(kv_cache_dtype): pass\n",
+}
 PROBE = """\
 import json, logging, sys
 logging.basicConfig(format="%(levelname)s %(message)s", stream=sys.stderr)
@@ -122,20 +134,7 @@ def write(root: Path, files: dict[str, str]) -> None:
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
     """A vLLM 0.33.0 of some modules."""
-    sparse = PARENTS.replace("class FlashMLA", "class FlashMLASparse")
-    write(
-        tmp_path,
-        {
-            "vllm/platforms/__init__.py": PLATFORM,
-            "vllm/v1/attention/ops/flashmla.py": INTERFACE,
-            FILE_OF_FLASH_ATTN: FLASH_ATTN,
-            "vllm/v1/attention/backends/mla/flashmla.py": NAMES + PARENTS,
-            "vllm/v1/attention/backends/mla/flashmla_sparse.py": sparse,
-            "vllm/v1/attention/backends/registry.py": REGISTRY,
-            "vllm/v1/attention/backends/utils.py": UTILS,
-            "vllm/v1/kv_cache_interface.py": "def is_quantized_kv_cache(kv_cache_dtype): pass\n",
-        },
-    )
+    write(tmp_path, VLLM)
     set_version(tmp_path, "vllm", "0.33.0")
     return tmp_path
 
@@ -211,8 +210,8 @@ def test_register_may_be_called_again(tree: Path) -> None:
 def test_register_is_cheap(tree: Path) -> None:
     """vLLM calls it in every process: nothing of vLLM, of torch or of the kernels is imported for it."""
     code = (
-        "import time; before = set(sys.modules); start = time.perf_counter()\n"
-        "from rawmla.engines.vllm import register; register(); seconds = time.perf_counter() - start\n"
+        "import time; before = set(sys.modules); start = time.process_time()\n"
+        "from rawmla.engines.vllm import register; register(); seconds = time.process_time() - start\n"
         "print(json.dumps([seconds, sorted(set(sys.modules) - before)]))"
     )
     (seconds, loaded), _ = run(tree, code, start=True)

@@ -15,14 +15,23 @@ from test_vllm import install_entry_points
 from rawmla.engines import sglang
 
 ROOT = Path(__file__).resolve().parents[1]
+MODULE = sglang.ENGINE.modules[0]
 LOAD = """\
-import json, sys
+import importlib.util, json, sys, types
+from rawmla.engines import sglang
+module = sglang.ENGINE.modules[0]
+if module.path == "sgl_kernel.flash_mla":  # whose package loads libraries
+    package = types.ModuleType("sgl_kernel")
+    package.__spec__ = importlib.util.find_spec("sgl_kernel")
+    package.__path__ = package.__spec__.submodule_search_locations
+    sys.modules["sgl_kernel"] = package
 from sglang.srt.plugins import load_plugins
 load_plugins(), load_plugins()
-import sglang.kernels.ops.attention.flash_mla_interface as interface, torch
+import torch
+interface = importlib.import_module(module.path)
 from rawmla.compat import sgl_kernel
 seen = []
-for name in ("get_mla_metadata", "flash_mla_with_kvcache", "flash_mla_sparse_fwd"):
+for name in module.replaced:
     setattr(sgl_kernel, name, lambda *args, _name=name, **kwargs: seen.append(_name))
 interface.get_mla_metadata()
 interface.flash_mla_with_kvcache(torch.zeros(1).bfloat16(), None, None, None, 512, None)
@@ -58,5 +67,5 @@ def test_plug_in_is_found_and_hooks(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     seen, uses_cuda = json.loads(done.stdout.splitlines()[-1])
     *names, original, passed_on = seen
-    assert names == list(sglang.ENGINE.modules[0].replaced) and original == "SGLang's" and not uses_cuda
+    assert names == list(MODULE.replaced) and original == "SGLang's" and not uses_cuda
     assert passed_on.startswith("rawmla: flash_attn_with_kvcache goes on") and "no page_table" in passed_on

@@ -52,7 +52,7 @@ pytestmark = pytest.mark.skipif(
 
 def probe(function: str, *arguments: str, mode: str = "patch", path: Path | None = None) -> Any:
     """What a function of tests/vllm_probe.py finds, in a process of its own."""
-    folders = [str(ROOT), *([] if path is None else [str(path)])]
+    folders = [str(ROOT), *([] if path is None else [str(path)]), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders), vllm.ENGINE.variable: mode}
     command = (str(ROOT / "tests" / "vllm_probe.py"), function, *arguments)
     if function in ("before", "flash_attn"):  # vLLM is imported

@@ -259,6 +259,7 @@ def preparation() -> Any:
     config = SimpleNamespace(
         model_config=SimpleNamespace(dtype=torch.bfloat16, max_model_len=65536), speculative_config=None,
         parallel_config=SimpleNamespace(decode_context_parallel_size=1),
+        attention_config=SimpleNamespace(hisparse_config=None),
         scheduler_config=SimpleNamespace(max_num_seqs=256, max_num_batched_tokens=8192),
     )  # fmt: skip
     thresholds = []

@@ -83,7 +83,7 @@ def _names_of(file: Path) -> dict[str, list[ast.FunctionDef | ast.ClassDef | ast
     looked into.
     """
     names: dict[str, list[ast.FunctionDef | ast.ClassDef | ast.ImportFrom]] = {}
-    for node in _statements(ast.parse(file.read_text())):
+    for node in _statements(ast.parse(file.read_bytes())):
         if isinstance(node, ast.ImportFrom):
             for one in node.names:
                 names.setdefault(one.asname or one.name, []).append(node)
@@ -121,7 +121,7 @@ def _method(found: Definition, name: str) -> Definition | None:
 
 
 def methods_of(kind: Definition) -> list[str]:
-    """Names of the methods of a class, with those of its bases in the same module; a function has none."""
+    """Names of the methods of a class and of its bases in the same module; a function has none."""
     if isinstance(kind.node, ast.FunctionDef):
         return []
     names = [node.name for node in kind.node.body if isinstance(node, ast.FunctionDef)]

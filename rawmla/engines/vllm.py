@@ -70,7 +70,7 @@ def _parents(path: str, theirs: str, ours: str) -> Module:
 ENGINE = Engine(
     title="vLLM",
     distribution="vllm",
-    tested=("0.33.0",),
+    tested=("0.20.0", "0.24.0", "0.26.0", "0.29.0", "0.30.0", "0.31.0", "0.33.0"),
     modules=(_FLASH_MLA, _FLASH_ATTN),
     variable="RAWMLA_VLLM",
     modes=("patch", "backend"),

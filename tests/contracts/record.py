@@ -610,7 +610,8 @@ def sglang_dsa(recorder: Recorder, root: Path) -> None:
         b, padded = 4, 64 if heads <= 64 else 128
         backend = SimpleNamespace(
             flashmla_kv_num_q_heads=padded, dsa_index_topk=2048, physical_page_size=PAGE, real_page_size=PAGE,
-            kv_cache_dim=656, dsa_kv_cache_store_fp8=True, flashmla_kv_format=None, device_sm_major=9, _sink_pad_cache={},
+            kv_cache_dim=656, dsa_kv_cache_store_fp8=True, flashmla_kv_format=None, device_sm_major=9,
+            _sink_pad_cache={},
         )  # fmt: skip
         name = f"FP8 cache, {heads} heads"
         recorder.at(f"{file} {kind}._compute_flashmla_metadata", name)
