@@ -137,8 +137,8 @@ def status() -> dict[str, Any]:
         `flash_attn`: the modules of flash-attn that are imported and are rawmla's, and their files. `api`:
         "object" or "tensors". `ops`: patched namespaces. `functions`: for every function that has been
         called, `calls` (that returned), `called_as` (whose generation of arguments and plan the last call
-        had), `shapes` (of q and the cache in the first call). `kernels`: labels of rawmla's own kernels that are loaded;
-        variants with a user's function are not among them.
+        had), `shapes` (of q and the cache in the first call). `kernels`: labels of rawmla's own kernels that
+        are loaded; variants with a user's function are not among them.
     """
     module = sys.modules.get("flash_mla")
     interface = sys.modules.get("rawmla.compat.flash_mla.flash_mla_interface")
