@@ -8,7 +8,14 @@ from typing import Any
 
 import pytest
 from pytest import CaptureFixture, MonkeyPatch
-from test_engines import OLD_INTERFACE, OLD_SGLANG, set_version, write
+from test_engines import (
+    FILE_OF_SGLANG_FLASH_ATTN,
+    OLD_INTERFACE,
+    OLD_SGLANG,
+    SGLANG_FLASH_ATTN,
+    set_version,
+    write,
+)
 from test_engines import VLLM as VLLM_FILES
 from test_vllm import install_entry_points
 
@@ -23,7 +30,7 @@ WORKING = {
 }
 VLLM, SGLANG = {"vllm": "0.33.0"}, {"sglang": "0.5.22"}
 FUNCTION = "flash_mla_sparse_fwd"
-SOURCES = {**VLLM_FILES, OLD_INTERFACE: OLD_SGLANG}
+SOURCES = {**VLLM_FILES, OLD_INTERFACE: OLD_SGLANG, FILE_OF_SGLANG_FLASH_ATTN: SGLANG_FLASH_ATTN}
 Environment = Callable[..., doctor.Diagnosis]
 Texts = Mapping[str, str]
 
@@ -79,9 +86,10 @@ def test_engines_that_are_switched_on(environment: Environment) -> None:
     variables = {"RAWMLA_VLLM": "backend", "RAWMLA_SGLANG": "patch", "VLLM_PLUGINS": "other, rawmla"}
     found = environment(variables, SOURCES, **SGLANG, vllm="0.33.0+cu129")
     plug_ins = found.sections["plug-ins"]
-    for name, engine, path in (("vLLM", vllm.ENGINE, 0), ("SGLang", sglang.ENGINE, 1)):
-        (module,) = engine.modules
-        assert (f"{name} replaced", f"{', '.join(module.replaced)} of {module.paths[path]}") in plug_ins
+    for name, engine, place in (("vLLM", vllm.ENGINE, 0), ("SGLang", sglang.ENGINE, 1)):
+        mla, flash_attn = engine.modules
+        for module, path in ((mla, mla.paths[place]), (flash_attn, flash_attn.paths[0])):
+            assert (f"{name} replaced", f"{', '.join(module.replaced)} of {path}") in plug_ins
     assert ("vLLM replaced", "attention backends FLASHMLA, FLASHMLA_SPARSE, CUSTOM") in plug_ins
     assert found.problems == [] and found.hints == []
     assert variables.items() <= set(found.sections["environment variables"])
@@ -109,7 +117,7 @@ def test_what_is_refused(environment: Environment, file: str, old: str, new: str
     found = environment({"RAWMLA_VLLM": "backend"}, {**SOURCES, path: text}, **VLLM)
     refused = [text for label, text in found.sections["plug-ins"] if label == "vLLM refused"]
     replaced = [text for label, text in found.sections["plug-ins"] if label == "vLLM replaced"]
-    assert len(refused) == len(found.problems) == len(reasons) and len(replaced) == 2 - len(refused)
+    assert len(refused) == len(found.problems) == len(reasons) and len(replaced) == 3 - len(refused)
     assert all(reason in problem for reason, problem in zip(reasons, found.problems, strict=True))
     assert refused[-1].startswith("attention backends") and "Set RAWMLA_VLLM=patch" in found.problems[-1]
 
@@ -127,7 +135,6 @@ def test_nothing_is_replaced_where_kernels_cannot_run(environment: Environment) 
         (VLLM, {"RAWMLA_VLLM": "on"}, True, "RAWMLA_VLLM: expected one of patch, backend, got 'on'"),
         (VLLM, {"RAWMLA_VLLM": "patch"}, False, "vLLM does not see the plug-in"),
         (VLLM, {"RAWMLA_VLLM": "patch", "VLLM_PLUGINS": "a,b"}, True, "VLLM_PLUGINS leaves"),
-        (VLLM, {"RAWMLA_VLLM": "patch"}, True, "ops.flashmla (missing). Unset RAWMLA_VLLM, or install"),
         (SGLANG, {"RAWMLA_SGLANG": "patch", "SGLANG_PLUGINS": "a"}, True, "SGLANG_PLUGINS leaves"),
         (SGLANG, {"RAWMLA_SGLANG": "patch"}, False, "SGLang does not see the plug-in"),
         ({"sgl_flash_mla": "1.0.0", "rawmla_flash_mla": "0.1.0"}, {}, True, "own the same files"),

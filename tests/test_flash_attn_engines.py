@@ -209,7 +209,7 @@ def test_names_are_replaced(tree: Path, code: str) -> None:
             "v_descale=None, num_splits=0",
             "num_splits=0, v_descale=None",
             "90",
-            "(num_splits, v_descale). Unset RAWMLA_VLLM",
+            "(num_splits, v_descale). Install a tested version",
         ),
         ("softcap", "softcap", "100", "rawmla's kernels are for Hopper"),
     ],

@@ -53,7 +53,7 @@ def names() -> dict[str, list[str]]:
     """Per module of vLLM, which of the replaced names are rawmla's there."""
     from rawmla.engines.vllm import ENGINE
 
-    (described,) = ENGINE.modules
+    described, _ = ENGINE.modules
     found = {}
     for module in (*described.paths, *importers()):
         values = vars(import_module(module))

@@ -93,8 +93,8 @@ class Engine(NamedTuple):
         if not different:
             return None
         version = version_of(self.distribution) or "of unknown version"
-        instead = f"Set {self.variable}=patch" if modules is self.backends else f"Unset {self.variable}"
+        instead = f"Set {self.variable}=patch, or install" if modules is self.backends else "Install"
         return (
             f"{self.title} {version} has other names or parameters than rawmla expects: {different}. "
-            f"{instead}, or install a tested version: {', '.join(self.tested)}"
+            f"{instead} a tested version: {', '.join(self.tested)}"
         )
