@@ -87,8 +87,11 @@ class FlashMLAImpl:
     def forward_mqa(self, q, kv_c_and_k_pe_cache, attn_metadata, layer): pass
 """
 UTILS = """\
-def reshape_query_for_spec_decode(query, batch_size): pass
 def reshape_attn_output_for_spec_decode(attn_output): pass
+"""
+LAYER = """\
+class MLAAttention:
+    def forward_impl(self, q, k_c_normed, k_pe, kv_cache, attn_metadata, output, output_scale=None): pass
 """
 VLLM = {
     "vllm/platforms/__init__.py": PLATFORM,
@@ -100,6 +103,7 @@ VLLM = {
     ),
     "vllm/v1/attention/backends/registry.py": REGISTRY,
     "vllm/v1/attention/backends/utils.py": UTILS,
+    "vllm/model_executor/layers/attention/mla_attention.py": LAYER,
     "vllm/v1/kv_cache_interface.py": "def is_quantized_kv_cache(kv_cache_dtype): pass\n",
 }
 PROBE = """\

@@ -239,6 +239,8 @@ def _difference(one: Any, other: Any) -> float:
 def preparation() -> Any:
     """What the builders load and what the layers reserve: calls of `warmup`, and bytes."""
     record.vllm_without_gpu()
+    from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+
     import rawmla
     from rawmla.engines import vllm_backend
     from rawmla.kernels.operations import specs_of
@@ -256,6 +258,9 @@ def preparation() -> Any:
     reserved = []
     empty = torch.empty
     torch.empty = lambda size, **options: reserved.append(size) if "device" in options else empty(size)
+    # A layer in vLLM's profile run.
+    some = torch.zeros(1)
+    layer = SimpleNamespace(chunked_prefill_workspace_size=1, num_heads=1, qk_nope_head_dim=1, v_head_dim=1)
     config = SimpleNamespace(
         model_config=SimpleNamespace(dtype=torch.bfloat16, max_model_len=65536), speculative_config=None,
         parallel_config=SimpleNamespace(decode_context_parallel_size=1),
@@ -275,9 +280,10 @@ def preparation() -> Any:
             impl.num_heads, impl.dcp_world_size, impl._vllm_config = 16, 1, config
             impl.kv_cache_dtype = "fp8" if fp8 else "auto"
             impl.topk_indices_buffer = empty(1, 2048)
-            if hasattr(type(impl).__mro__[1], "reserve_workspace"):  # older versions do not call ours
-                impl.reserve_workspace()
-    return {"loaded": loaded, "reserved": reserved, "thresholds": thresholds}
+            layer.impl = impl
+            MLAAttention.forward_impl(layer, some, some, some, some, None, output=some)
+    ours = [size for size in reserved if isinstance(size, int)]  # vLLM's own have three dimensions
+    return {"loaded": loaded, "reserved": ours, "thresholds": thresholds}
 
 
 if __name__ == "__main__":

@@ -84,10 +84,12 @@ ENGINE = Engine(
         Module(
             paths=("vllm.v1.attention.backends.utils",),
             replaced={},
-            called={
-                "reshape_query_for_spec_decode": "query, batch_size",
-                "reshape_attn_output_for_spec_decode": "attn_output",
-            },
+            called={"reshape_attn_output_for_spec_decode": "attn_output"},
+        ),
+        Module(
+            paths=("vllm.model_executor.layers.attention.mla_attention",),
+            replaced={},
+            called={"MLAAttention.forward_impl": "q, k_c_normed, k_pe, kv_cache, attn_metadata, output"},
         ),
         Module(("vllm.v1.attention.backends.registry",), {}, {"register_backend": "backend, class_path"}),
         Module(("vllm.v1.kv_cache_interface",), {}, {"is_quantized_kv_cache": "kv_cache_dtype"}),

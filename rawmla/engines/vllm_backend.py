@@ -12,12 +12,14 @@ compares names and parameters before this module is imported.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from typing import Any
 
 import torch
 import vllm.envs as envs
 from vllm.config import get_current_vllm_config
+from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.v1.attention.backends.mla.flashmla import (
     FlashMLABackend,
     FlashMLAImpl,
@@ -102,12 +104,10 @@ class RawMLAImpl(FlashMLAImpl):
         self._vllm_config = get_current_vllm_config()
 
     def reserve_workspace(self) -> None:
-        """Take once, in vLLM's memory profile, what the largest decode call takes; called since vLLM 0.33."""
-        from vllm.v1.attention.backend import max_decode_query_len
-
+        """Take once, in vLLM's memory profile, what the largest decode call takes."""
         if not is_quantized_kv_cache(self.kv_cache_dtype):
             config = self._vllm_config
-            tokens = config.scheduler_config.max_num_seqs * max_decode_query_len(config)
+            tokens = config.scheduler_config.max_num_seqs * _decode_tokens(config.speculative_config)
             heads = self.num_heads * self.dcp_world_size
             _reserve(tokens, heads, config.model_config.max_model_len, _dtype_of(config))
 
@@ -263,6 +263,32 @@ def _decode_only_what_is_decoding(builder: Any) -> None:
         builder._init_reorder_batch_threshold(
             1, supports_spec_as_decode=True, supports_dcp_with_varlen=builder.reorder_batch_threshold > 1
         )
+
+
+def _decode_tokens(speculative_config: Any) -> int:
+    """Return the query tokens of a request that decodes: one, and those that were drafted for it."""
+    if speculative_config is None:
+        return 1
+    places = 2 if speculative_config.parallel_drafting else 1
+    return 1 + places * (speculative_config.num_speculative_tokens or 0)
+
+
+def _reserve_in_profile(forward: Any) -> Any:
+    """Wrap a layer's `forward_impl` of vLLM before 0.33, which does not call `reserve_workspace`."""
+
+    @functools.wraps(forward)
+    def forward_impl(
+        layer: Any, q: Any, k_c: Any, k_pe: Any, cache: Any, metadata: Any, *more: Any, **by: Any
+    ) -> Any:
+        if metadata is None and isinstance(layer.impl, (RawMLAImpl, RawMLASparseImpl)):
+            layer.impl.reserve_workspace()
+        return forward(layer, q, k_c, k_pe, cache, metadata, *more, **by)
+
+    return forward_impl
+
+
+if not hasattr(FlashMLAImpl, "reserve_workspace"):
+    MLAAttention.forward_impl = _reserve_in_profile(MLAAttention.forward_impl)
 
 
 def _dtype_of(vllm_config: Any) -> str:
