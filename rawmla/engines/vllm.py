@@ -76,7 +76,7 @@ ENGINE = Engine(
     modes=("patch", "backend"),
     group="vllm.general_plugins",
     filter="VLLM_PLUGINS",
-    line="RAWMLA_VLLM=patch vllm serve MODEL --attention-backend FLASHMLA (or FLASHMLA_SPARSE)",
+    line="RAWMLA_VLLM=patch vllm serve MODEL; for MLA with --attention-backend FLASHMLA or FLASHMLA_SPARSE",
     backends=(
         _FLASH_MLA,
         _parents("vllm.v1.attention.backends.mla.flashmla", "FlashMLA", "RawMLA"),
