@@ -16,8 +16,8 @@ import torch
 import rawmla
 
 from ..api import dense
-from ..mha.arguments import MAX_HEAD_DIM, NO_WINDOW
-from .engine_calls import FP8, HALVES, name_of, pass_on, reason_of_cache
+from ..mha.arguments import MAX_HEAD_DIM
+from .engine_calls import FP8, HALVES, name_of, pass_on, reason_of_cache, window_of
 from .flash_attn.arguments import as_bound, contiguous
 from .usage import Usage
 
@@ -89,7 +89,8 @@ def flash_attn_varlen_func(
         return NotImplemented
     s_aux = others.get("s_aux")
     fresh = out is None
-    window = NO_WINDOW if window_size is None else window_size
+    window = window_of(window_size)
+    softcap = softcap or 0.0  # vLLM's 0 is an int, which rawmla's functions would check by a call
     if block_table is not None:
         if k.dtype is not FP8:  # vLLM passes its scales of 1 with other caches too
             q_descale = k_descale = v_descale = None

@@ -133,7 +133,9 @@ def vllm_layer(
     )  # fmt: skip
     impl.vllm_flash_attn_version = more.get("version", 3)
     b, total, columns = len(tokens), sum(tokens), 128 // page
-    cache = vllm_cache(kind, page, h_kv, d, d_v, more.get("layout", "NHD"), torch.uint8 if cache_dtype else dtype)
+    cache = vllm_cache(
+        kind, page, h_kv, d, d_v, more.get("layout", "NHD"), torch.uint8 if cache_dtype else dtype
+    )
     fields = dataclasses.fields(flash_attn.FlashAttentionMetadata)
     unused = {one.name: None for one in fields if one.default is dataclasses.MISSING}
     given = dict(
@@ -169,9 +171,7 @@ def vllm_layer(
 def vllm_cache(
     kind: type, page: int, h_kv: int, d: int, d_v: int, layout: str, dtype: torch.dtype
 ) -> torch.Tensor:
-    """A layer's cache as vLLM allocates it: until 0.28 the backend says how, since then heads come before
-    tokens in its shape.
-    """
+    """A layer's cache as vLLM allocates it. Before 0.29 the backend has its shape and its order in memory."""
     module = sys.modules[kind.__module__]
     backend = getattr(module, kind.__name__.replace("Impl", "Backend"))
     shape, order = (32, h_kv, page, d + d_v), (0, 1, 2, 3) if layout == "HND" else (0, 2, 1, 3)
@@ -205,7 +205,7 @@ def vllm_vision(recorder: Recorder) -> None:
 
 
 def vllm_mla_prefill(recorder: Recorder, function: Any) -> None:
-    """New tokens, and a part of their context, of MLA models: of a backend, before 0.22 of the layer."""
+    """New tokens, and a part of their context, of MLA models, in 0.20 by a method of the layer."""
     module = first_module(
         "vllm.v1.attention.backends.mla.prefill.flash_attn",
         "vllm.model_executor.layers.attention.mla_attention",
