@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from ..kernels.mha_cached import decode_tokens, reads_pages
 from ..mha.arguments import MAX_HEAD_DIM, NO_WINDOW
+from ..mha.kvcache import most_decode_tokens, takes_any_tokens
 
 FP8 = torch.float8_e4m3fn
 HALVES = (torch.bfloat16, torch.float16)
@@ -43,18 +43,18 @@ def reason_of_cache(q: Any, k_cache: Any, v_cache: Any, max_seqlen_q: int, num_s
     unit = _UNITS[cache_dtype]
     if d_qk % unit or d_v % unit or not d_qk <= MAX_HEAD_DIM >= d_v:
         return f"head dimensions {d_qk} and {d_v} over a cache in {name_of(cache_dtype)}"
-    if cache_dtype is not FP8 and reads_pages(page):
+    if takes_any_tokens(cache_dtype is FP8, page):
         return None
     cache = "an FP8 cache" if cache_dtype is FP8 else f"pages of {page} tokens"
     if num_splits == 1:
         return f"num_splits=1 over {cache}"
-    if max_seqlen_q > decode_tokens(q.shape[-2] // h_kv):
+    if max_seqlen_q > most_decode_tokens(q.shape[-2], h_kv):
         return f"many query tokens over {cache}"
     return None
 
 
 def window_of(window_size: Any) -> Any:
-    """Return NO_WINDOW for a pair that equals it and for None, since rawmla's functions check any other object
+    """Return NO_WINDOW for None and for a pair that equals it, since rawmla's functions check other objects
     in every call.
     """
     return NO_WINDOW if window_size is None or tuple(window_size) == NO_WINDOW else window_size
