@@ -28,14 +28,16 @@ def pass_on(log: logging.Logger, function: str, reason: str) -> None:
         log.info(text)
 
 
-def reason_of_cache(q: Any, k_cache: Any, v_cache: Any, max_seqlen_q: int, num_splits: int) -> str | None:
+def reason_of_cache(
+    q: Any, k_cache: Any, v_cache: Any, cache_dtype: Any, max_seqlen_q: int, num_splits: int
+) -> str | None:
     """Return why a call over pages goes on to the engine's function; None: rawmla computes it.
 
     Requests with many query rows need rawmla's prefill kernel, which does not read every cache. With
     `num_splits` 1 the bits of a row must not depend on the other requests, so the kernel is not chosen by
     the longest of them. This is on the path of every call, so no attribute of an array is read twice.
     """
-    dtype, cache_dtype = q.dtype, k_cache.dtype
+    dtype = q.dtype
     if dtype not in HALVES and dtype is not FP8 or cache_dtype is not dtype and cache_dtype is not FP8:
         return f"q in {name_of(dtype)} over a cache in {name_of(cache_dtype)}"
     _, page, h_kv, d_qk = k_cache.shape
