@@ -154,7 +154,8 @@ def unserved(ours: Definition | None, theirs: Definition | None) -> list[str]:
             known = one.kind in stars
         elif name in own:
             kind = own[name].kind
-            in_star = kind is Parameter.KEYWORD_ONLY and Parameter.VAR_POSITIONAL in stars  # by position
+            # A value by position goes to `*`, one by name to the parameter.
+            in_star = kind is Parameter.KEYWORD_ONLY and Parameter.VAR_POSITIONAL in stars
             known = keyword or in_star or (list(own).index(name) == place and kind is one.kind)
         else:
             known = stars >= ({Parameter.VAR_KEYWORD} if keyword else _STARS.keys())
