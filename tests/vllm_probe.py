@@ -144,7 +144,7 @@ def backends() -> Any:
     queue = context.Queue()
     process = context.Process(target=_paths, args=(queue, members))
     process.start()
-    paths = queue.get(timeout=120)
+    paths = queue.get(timeout=240)
     process.join()
     found = {}
     for name, member in members.items():
