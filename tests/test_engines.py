@@ -368,9 +368,9 @@ BACKENDS = "vllm/v1/attention/backends"
         ),
         (
             "utils.py",
-            "batch_size",
-            "num_requests",
-            "reshape_query_for_spec_decode (batch_size, num_requests)",
+            "(attn_output)",
+            "(output)",
+            "reshape_attn_output_for_spec_decode (attn_output, output)",
         ),
     ],
 )

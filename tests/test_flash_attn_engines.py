@@ -99,7 +99,11 @@ def check_passed_on(
         (vllm_call(q_v=array(4, 8, 512)), "q_v"),
         (vllm_call(dropout_p=0.1), "dropout_p"),
         (vllm_call(cp_world_size=2, cp_rank=0), "cp_world_size"),
-        (vllm_call(mask_mod=len, aux_tensors=None), "mask_mod"),
+        (
+            vllm_call(mask_mod=len, aux_tensors=None),
+            "dynamic_causal, mask_mod, aux_tensors or output_scale",
+        ),
+        (vllm_call(block_sparse_tensors=array(4)), "block_sparse_tensors"),
         (vllm_call(d=512), "head dimensions 512 and 512 over a cache in bfloat16"),
         (vllm_call(d=100), "head dimensions 100 and 100 over a cache in bfloat16"),
         (vllm_call(FP8, 72), "head dimensions 72 and 72 over a cache in float8_e4m3fn"),

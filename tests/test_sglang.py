@@ -17,7 +17,7 @@ from rawmla.engines import sglang
 ROOT = Path(__file__).resolve().parents[1]
 MODULE = sglang.ENGINE.modules[0]
 LOAD = """\
-import importlib.util, json, sys, types
+import functools, importlib.util, json, sys, types
 from rawmla.engines import sglang
 module = sglang.ENGINE.modules[0]
 if module.path == "sgl_kernel.flash_mla":  # whose package loads libraries
@@ -25,6 +25,9 @@ if module.path == "sgl_kernel.flash_mla":  # whose package loads libraries
     package.__spec__ = importlib.util.find_spec("sgl_kernel")
     package.__path__ = package.__spec__.submodule_search_locations
     sys.modules["sgl_kernel"] = package
+jit = types.ModuleType("sglang.kernels.jit.utils")  # the package looks for C++ files
+jit.cache_once = functools.cache
+sys.modules[jit.__name__] = jit
 from sglang.srt.plugins import load_plugins
 load_plugins(), load_plugins()
 import torch

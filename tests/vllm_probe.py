@@ -34,7 +34,7 @@ IMPORTERS = (  # what imports FlashMLA's names, in one version or another
     "vllm.models.hy_v4.nvidia.flashmla_sparse",
     "vllm.model_executor.layers.deepseek_v4_attention",
 )
-FLASH_ATTN_IMPORTERS = (  # some of what imports FlashAttention's
+FLASH_ATTN_IMPORTERS = (  # some of what imports FlashAttention's, in one version or another
     "vllm.v1.attention.backends.fa_utils",
     "vllm.v1.attention.backends.flash_attn",
     "vllm.v1.attention.backends.mla.flashattn_mla",
@@ -44,9 +44,9 @@ FLASH_ATTN_IMPORTERS = (  # some of what imports FlashAttention's
 )
 
 
-def importers() -> list[str]:
+def importers(names: tuple[str, ...] = IMPORTERS) -> list[str]:
     """What this version has of them."""
-    return [name for name in IMPORTERS if source.file_of(name)]
+    return [name for name in names if source.file_of(name)]
 
 
 def names() -> dict[str, list[str]]:
@@ -91,12 +91,13 @@ def flash_attn() -> Any:
 
     _, module_of_names = ENGINE.modules
     record.vllm_without_gpu("vllm.vllm_flash_attn._vllm_fa3_C")
-    for number, module in enumerate(FLASH_ATTN_IMPORTERS):
-        if number == len(FLASH_ATTN_IMPORTERS) // 2:
+    modules = importers(FLASH_ATTN_IMPORTERS)
+    for number, module in enumerate(modules):
+        if number == len(modules) // 2:
             register()
         import_module(module)
     found = {}
-    for module in (str(module_of_names.path), *FLASH_ATTN_IMPORTERS):
+    for module in (str(module_of_names.path), *modules):
         values = [vars(import_module(module)).get(name) for name in module_of_names.replaced]
         found[module] = [value.__module__ for value in values if value is not None]
     return found
@@ -143,7 +144,7 @@ def backends() -> Any:
     queue = context.Queue()
     process = context.Process(target=_paths, args=(queue, members))
     process.start()
-    paths = queue.get(timeout=120)
+    paths = queue.get(timeout=240)
     process.join()
     found = {}
     for name, member in members.items():

@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 
-from ..mha.arguments import MAX_HEAD_DIM
-from ..mha.kvcache import most_decode_tokens
+from ..mha.arguments import MAX_HEAD_DIM, NO_WINDOW
+from ..mha.kvcache import most_decode_tokens, takes_any_tokens
 
 FP8 = torch.float8_e4m3fn
 HALVES = (torch.bfloat16, torch.float16)
-_UNIT_BYTES = 16
+_UNITS = {torch.bfloat16: 8, torch.float16: 8, FP8: 16}
+"""Elements of a cache in 16 bytes, of which head dimensions are multiples."""
 
 _passed_on: set[str] = set()
 
@@ -27,30 +28,38 @@ def pass_on(log: logging.Logger, function: str, reason: str) -> None:
         log.info(text)
 
 
-def reason_of_cache(q: Any, k_cache: Any, v_cache: Any, max_seqlen_q: int, num_splits: int) -> str | None:
+def reason_of_cache(
+    q: Any, k_cache: Any, v_cache: Any, cache_dtype: Any, max_seqlen_q: int, num_splits: int
+) -> str | None:
     """Return why a call over pages goes on to the engine's function; None: rawmla computes it.
 
     Requests with many query rows need rawmla's prefill kernel, which does not read every cache. With
     `num_splits` 1 the bits of a row must not depend on the other requests, so the kernel is not chosen by
-    the longest of them.
+    the longest of them. This is on the path of every call, so no attribute of an array is read twice.
     """
-    dtype, cache_dtype = q.dtype, k_cache.dtype
-    if not (dtype in HALVES and cache_dtype in (dtype, FP8) or dtype is cache_dtype is FP8):
+    dtype = q.dtype
+    if dtype not in HALVES and dtype is not FP8 or cache_dtype is not dtype and cache_dtype is not FP8:
         return f"q in {name_of(dtype)} over a cache in {name_of(cache_dtype)}"
     _, page, h_kv, d_qk = k_cache.shape
     d_v = v_cache.shape[3]
-    unit = _UNIT_BYTES // cache_dtype.itemsize
+    unit = _UNITS[cache_dtype]
     if d_qk % unit or d_v % unit or not d_qk <= MAX_HEAD_DIM >= d_v:
         return f"head dimensions {d_qk} and {d_v} over a cache in {name_of(cache_dtype)}"
-    most = most_decode_tokens(cache_dtype is FP8, page, q.shape[-2], h_kv)
-    if most is None:
+    if takes_any_tokens(cache_dtype is FP8, page):
         return None
     cache = "an FP8 cache" if cache_dtype is FP8 else f"pages of {page} tokens"
     if num_splits == 1:
         return f"num_splits=1 over {cache}"
-    if max_seqlen_q > most:
+    if max_seqlen_q > most_decode_tokens(q.shape[-2], h_kv):
         return f"many query tokens over {cache}"
     return None
+
+
+def window_of(window_size: Any) -> Any:
+    """Return NO_WINDOW for None and for a pair that equals it, since rawmla's functions check other objects
+    in every call.
+    """
+    return NO_WINDOW if window_size is None or tuple(window_size) == NO_WINDOW else window_size
 
 
 def name_of(dtype: Any) -> str:

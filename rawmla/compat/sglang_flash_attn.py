@@ -11,15 +11,13 @@ from typing import Any
 import rawmla
 
 from ..mha.arguments import NO_WINDOW
-from .engine_calls import FP8, pass_on, reason_of_cache
+from .engine_calls import FP8, pass_on, reason_of_cache, window_of
 from .flash_attn.arguments import as_bound, contiguous
 from .usage import Usage
 
 _log = logging.getLogger(__name__)
 _NAME = "flash_attn_with_kvcache"
 _usage = Usage(f"sglang.{_NAME}")
-_SERVED = frozenset(("ver", "out", "max_seqlen_k"))
-"""Parameters that have other places in every version, and need nothing else with `ver` 3."""
 
 
 def flash_attn_with_kvcache(
@@ -56,9 +54,12 @@ def flash_attn_with_kvcache(
     return_softmax_lse: bool = False,
     sinks: Any = None,
     *more: Any,
+    ver: int = 3,
+    out: Any = None,
+    max_seqlen_k: Any = None,
     **others: Any,
 ) -> Any:
-    """Compute out, or (out, lse `[h_q, total_q]`)."""
+    """Compute out, or (out, lse `[h_q, total_q]`). What follows `more` has other places in every version."""
     reason = None
     if more:
         reason = "parameters after sinks by position"
@@ -66,8 +67,8 @@ def flash_attn_with_kvcache(
         reason = "new tokens, qv, rotation, cache_batch_idx or cache_leftpad"
     elif attention_chunk:
         reason = "attention_chunk"
-    elif others.get("ver", 3) != 3:
-        reason = f"ver={others['ver']}"
+    elif ver != 3:
+        reason = f"ver={ver}"
     elif page_table is None or cu_seqlens_q is None:
         reason = "no page_table or no cu_seqlens_q"
     elif sinks is not None and return_softmax_lse:
@@ -75,21 +76,21 @@ def flash_attn_with_kvcache(
     else:
         if max_seqlen_q.__class__ is not int:
             max_seqlen_q = as_bound(max_seqlen_q, q.shape[0])
-        reason = reason_of_cache(q, k_cache, v_cache, max_seqlen_q, num_splits)
+        cache_dtype = k_cache.dtype
+        reason = reason_of_cache(q, k_cache, v_cache, cache_dtype, max_seqlen_q, num_splits)
     for name, value in others.items():
-        if value is not None and name not in _SERVED:
+        if value is not None:
             reason = name
     if reason is not None:
         pass_on(_log, _NAME, reason)
         return NotImplemented
-    out = others.get("out")
     fresh = out is None
-    if k_cache.dtype is not FP8:
+    if cache_dtype is not FP8:
         q_descale = k_descale = v_descale = None
     out, lse = rawmla.flash_attn_with_kvcache(
         q, k_cache, v_cache, cache_seqlens=cache_seqlens, block_table=page_table, cu_seqlens_q=cu_seqlens_q,
         max_seqlen_q=max_seqlen_q, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
-        softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
+        softmax_scale=softmax_scale, causal=causal, window_size=window_of(window_size), softcap=softcap,
         attn_sink=sinks, num_splits=num_splits, out=out,
     )  # fmt: skip
     _usage.note("SGLang", q, k_cache)

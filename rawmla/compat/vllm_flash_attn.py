@@ -16,16 +16,14 @@ import torch
 import rawmla
 
 from ..api import dense
-from ..mha.arguments import MAX_HEAD_DIM, NO_WINDOW
-from .engine_calls import FP8, HALVES, name_of, pass_on, reason_of_cache
+from ..mha.arguments import MAX_HEAD_DIM
+from .engine_calls import FP8, HALVES, name_of, pass_on, reason_of_cache, window_of
 from .flash_attn.arguments import as_bound, contiguous
 from .usage import Usage
 
 _log = logging.getLogger("vllm.rawmla")
 _NAME = "flash_attn_varlen_func"
 _usage = Usage(f"vllm_flash_attn.{_NAME}")
-_SERVED = frozenset(("fa_version", "s_aux", "cp_world_size", "cp_rank", "cp_tot_seqused_k"))
-"""Parameters that have other places in every version, and with `cp_world_size` 1 need nothing else."""
 
 
 def get_scheduler_metadata(*args: Any, **kwargs: Any) -> Any:
@@ -63,9 +61,22 @@ def flash_attn_varlen_func(
     v_descale: Any = None,
     num_splits: int = 0,
     *more: Any,
+    fa_version: Any = None,
+    s_aux: Any = None,
+    cp_world_size: int = 1,
+    cp_rank: Any = None,
+    cp_tot_seqused_k: Any = None,
+    dynamic_causal: Any = None,
+    mask_mod: Any = None,
+    aux_tensors: Any = None,
+    output_scale: Any = None,
     **others: Any,
 ) -> Any:
-    """Compute out, or (out, lse `[h_q, total_q]`)."""
+    """Compute out, or (out, lse `[h_q, total_q]`).
+
+    What follows `more` has other places in every version. It is named, since Python takes long to find out
+    that a keyword has no name here.
+    """
     if max_seqlen_q.__class__ is not int:
         max_seqlen_q = as_bound(max_seqlen_q, q.shape[0])
     reason = None
@@ -75,23 +86,26 @@ def flash_attn_varlen_func(
         reason = "q_v"
     elif dropout_p:
         reason = "dropout_p"
-    elif others.get("cp_world_size", 1) != 1:
+    elif cp_world_size != 1:
         reason = "cp_world_size"
+    elif not (dynamic_causal is mask_mod is aux_tensors is output_scale is None):
+        reason = "dynamic_causal, mask_mod, aux_tensors or output_scale"
     elif block_table is not None:
-        reason = reason_of_cache(q, k, v, max_seqlen_q, num_splits)
+        k_dtype = k.dtype
+        reason = reason_of_cache(q, k, v, k_dtype, max_seqlen_q, num_splits)
     else:
         reason = _reason_without_cache(q, k, v, cu_seqlens_k, num_splits)
     for name, value in others.items():
-        if value is not None and name not in _SERVED:
+        if value is not None:
             reason = name
     if reason is not None:
         pass_on(_log, _NAME, reason)
         return NotImplemented
-    s_aux = others.get("s_aux")
     fresh = out is None
-    window = NO_WINDOW if window_size is None else window_size
+    window = window_of(window_size)
+    softcap = softcap or 0.0  # vLLM's 0 is an int, which rawmla's functions would check by a call
     if block_table is not None:
-        if k.dtype is not FP8:  # vLLM passes its scales of 1 with other caches too
+        if k_dtype is not FP8:  # vLLM passes its scales of 1 with other caches too
             q_descale = k_descale = v_descale = None
         out, lse = rawmla.flash_attn_with_kvcache(
             q, k, v, cache_seqlens=seqused_k, block_table=block_table, cu_seqlens_q=cu_seqlens_q,

@@ -153,7 +153,10 @@ def unserved(ours: Definition | None, theirs: Definition | None) -> list[str]:
         if one.kind in _STARS:
             known = one.kind in stars
         elif name in own:
-            known = keyword or (list(own).index(name) == place and own[name].kind is one.kind)
+            kind = own[name].kind
+            # A value by position goes to `*`, one by name to the parameter.
+            in_star = kind is Parameter.KEYWORD_ONLY and Parameter.VAR_POSITIONAL in stars
+            known = keyword or in_star or (list(own).index(name) == place and kind is one.kind)
         else:
             known = stars >= ({Parameter.VAR_KEYWORD} if keyword else _STARS.keys())
         if not known:

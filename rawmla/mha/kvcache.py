@@ -167,12 +167,17 @@ def attend_cache(arrays: CacheArrays, options: CacheOptions) -> tuple[Any, Any]:
     return out, lse
 
 
-def most_decode_tokens(is_fp8: bool, block_size: int, h_q: int, h_kv: int) -> int | None:
-    """Return for how many query tokens of a request calls over such pages are meant; None: any number.
+def takes_any_tokens(is_fp8: bool, block_size: int) -> bool:
+    """Whether calls over such pages are meant for requests with any number of query tokens."""
+    return not is_fp8 and reads_pages(block_size)
+
+
+def most_decode_tokens(h_q: int, h_kv: int) -> int:
+    """Return for how many query tokens of a request calls over other pages are meant.
 
     With more they are as exact, but read the keys again for every few tokens.
     """
-    return None if not is_fp8 and reads_pages(block_size) else decode_tokens(h_q // h_kv)
+    return decode_tokens(h_q // h_kv)
 
 
 _REQUIRED = frozenset(("q", "k_cache", "v_cache"))

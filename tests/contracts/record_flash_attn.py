@@ -9,7 +9,9 @@ tests/gpu/test_engine_flash_attn.py repeat the calls.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,8 +25,10 @@ from contracts.record import (  # noqa: E402
     CONTRACTS,
     Recorder,
     alone,
+    call,
     distribution_of,
     file_of,
+    first_module,
     int32,
     numbers,
     record_into,
@@ -83,6 +87,7 @@ CASES: dict[str, tuple[Shape, tuple[int, ...], dict[str, Any]]] = {
     "ALiBi, version 2": (LLAMA, DECODE, {"alibi": True, "version": 2}),
     "encoder with a window": (LLAMA, (20, 60), {"window": 16, "type": "encoder_only"}),
     "Llama, contexts of two ranks": (LLAMA, MIXED, {"ranks": 2}),
+    "Llama, shared prefix": (LLAMA, MIXED, {"prefix": 64}),
     "values of other columns than keys": ((4, 1, 192), MIXED, {"d_v": 128}),
 }
 
@@ -103,8 +108,10 @@ def record_vllm() -> Recorder:
         module.flash_attn_varlen_func = function
         module.get_flash_attn_version = lambda **_: 3
     flash_attn.flash_attn_supports_kv_cache_dtype = lambda *_, **__: True
+    has_cascade = hasattr(flash_attn, "cascade_attention")  # before 0.33
     for name, case in CASES.items():
-        vllm_layer(recorder, name, *case)
+        if has_cascade or "prefix" not in case[-1]:
+            vllm_layer(recorder, name, *case)
     vllm_vision(recorder)
     vllm_mla_prefill(recorder, function)
     return recorder
@@ -125,17 +132,24 @@ def vllm_layer(
         cache_dtype or "auto", more.get("softcap"), more.get("type", "decoder"), None, sinks,
     )  # fmt: skip
     impl.vllm_flash_attn_version = more.get("version", 3)
-    b, total, num_blocks, columns = len(tokens), sum(tokens), 32, 128 // page
-    itemsize_dtype = torch.uint8 if cache_dtype else dtype
-    if more.get("layout") == "HND":
-        cache = numbers(num_blocks, h_kv, page, d + d_v, dtype=itemsize_dtype)
-    else:
-        cache = numbers(num_blocks, page, h_kv, d + d_v, dtype=itemsize_dtype).transpose(1, 2)
-    metadata = flash_attn.FlashAttentionMetadata(
+    b, total, columns = len(tokens), sum(tokens), 128 // page
+    cache = vllm_cache(
+        kind, page, h_kv, d, d_v, more.get("layout", "NHD"), torch.uint8 if cache_dtype else dtype
+    )
+    fields = dataclasses.fields(flash_attn.FlashAttentionMetadata)
+    unused = {one.name: None for one in fields if one.default is dataclasses.MISSING}
+    given = dict(
         num_actual_tokens=total, max_query_len=max(tokens), query_start_loc=int32(64)[: b + 1],
         max_seq_len=128, seq_lens=int32(64)[:b], block_table=int32(64, 2 * columns)[:b, :columns],
         slot_mapping=int32(total), causal=True, max_num_splits=more.get("num_splits", 0),
     )  # fmt: skip
+    if "prefix" in more:
+        flash_attn.merge_attn_states = lambda *_: None
+        given |= dict(
+            use_cascade=True, common_prefix_len=more["prefix"], cu_prefix_query_lens=int32(2),
+            prefix_kv_lens=int32(1), suffix_kv_lens=int32(b),
+        )  # fmt: skip
+    metadata = flash_attn.FlashAttentionMetadata(**unused | given)
     ranks = more.get("ranks", 1)
     if ranks > 1:
         _divide_contexts(flash_attn, impl, metadata, ranks)
@@ -152,6 +166,20 @@ def vllm_layer(
     layer = SimpleNamespace(_q_scale=scale, _k_scale=scale, _v_scale=scale)
     recorder.at(f"{file_of(kind)} {kind.__name__}.forward", name)
     impl.forward(layer, query, key, value, cache, metadata, output)
+
+
+def vllm_cache(
+    kind: type, page: int, h_kv: int, d: int, d_v: int, layout: str, dtype: torch.dtype
+) -> torch.Tensor:
+    """A layer's cache as vLLM allocates it. Before 0.29 the backend has its shape and its order in memory."""
+    module = sys.modules[kind.__module__]
+    backend = getattr(module, kind.__name__.replace("Impl", "Backend"))
+    shape, order = (32, h_kv, page, d + d_v), (0, 1, 2, 3) if layout == "HND" else (0, 2, 1, 3)
+    if hasattr(backend, "get_kv_cache_shape"):
+        vars(module)["get_kv_cache_layout"] = lambda: layout
+        shape, order = backend.get_kv_cache_shape(32, page, h_kv, d), backend.get_kv_cache_stride_order()
+    memory = numbers(*[shape[axis] for axis in order], dtype=dtype)
+    return memory.permute([order.index(axis) for axis in range(len(order))])
 
 
 def _divide_contexts(module: Any, impl: Any, metadata: Any, ranks: int) -> None:
@@ -177,33 +205,40 @@ def vllm_vision(recorder: Recorder) -> None:
 
 
 def vllm_mla_prefill(recorder: Recorder, function: Any) -> None:
-    """New tokens, and a part of their context, of MLA models."""
-    from vllm.v1.attention.backends.mla.prefill import flash_attn
-
-    kind = flash_attn.FlashAttnPrefillBackend
+    """New tokens, and a part of their context, of MLA models, in 0.20 by a method of the layer."""
+    module = first_module(
+        "vllm.v1.attention.backends.mla.prefill.flash_attn",
+        "vllm.model_executor.layers.attention.mla_attention",
+    )
+    kind, form = getattr(module, "FlashAttnPrefillBackend", None), "run_prefill_{}"
+    if kind is None:
+        kind, form = module.MLACommonImpl, "_run_prefill_{}_fa"
+    kind.__abstractmethods__ = frozenset()
     backend = object.__new__(kind)
-    backend.flash_attn_varlen_func, backend.scale = function, 0.1147
-    backend.requires_v_padding, backend._is_vllm_fa, backend.vllm_flash_attn_version = False, True, 3
-    tokens, context = (30, 50), 70
+    backend.flash_attn_varlen_func, backend.scale = partial(function, fa_version=3), 0.1147
+    backend.requires_v_padding = backend._pad_v = False
+    backend._is_vllm_fa, backend.vllm_flash_attn_version = True, 3
+    tokens, context, longest = (30, 50), 70, 40
     heads, total = 4, sum(tokens)
     starts = starts_of(tokens)
     chunk = SimpleNamespace(
-        query_start_loc=starts, cu_seq_lens=starts, max_query_len=max(tokens), max_seq_len=40
+        query_start_loc=starts, cu_seq_lens=starts, max_query_len=max(tokens), max_seq_len=longest
     )
-    backend._prefill_metadata = SimpleNamespace(query_start_loc=starts, max_query_len=max(tokens))
+    chunks = SimpleNamespace(cu_seq_lens=[starts], max_seq_lens=[longest])
+    prefill = SimpleNamespace(query_start_loc=starts, max_query_len=max(tokens), chunked_context=chunks)
+    backend._prefill_metadata = prefill
     q = numbers(total, heads, 192)
-    site = f"{file_of(kind)} {kind.__name__}"
-    for name, method, rows in (
-        ("MLA, new tokens", "run_prefill_new_tokens", total),
-        ("MLA, part of the context", "run_prefill_context_chunk", context),
+    for name, part, rows in (
+        ("MLA, new tokens", "new_tokens", total),
+        ("MLA, part of the context", "context_chunk", context),
     ):
-        recorder.at(f"{site}.{method}", name)
+        method = form.format(part)
+        recorder.at(f"{file_of(kind)} {kind.__name__}.{method}", name)
         kv = numbers(rows, heads, 128 + 128)  # values are columns of the projected latents
-        k, v = numbers(rows, heads, 192), kv[..., 128:]
-        if method == "run_prefill_new_tokens":
-            backend.run_prefill_new_tokens(q, k, v, return_softmax_lse=True)
-        else:
-            backend.run_prefill_context_chunk(chunk, q, k, v)
+        call(
+            getattr(backend, method), prefill=prefill, chunk=chunk, chunk_idx=0, q=q,
+            k=numbers(rows, heads, 192), v=kv[..., 128:], return_softmax_lse=True,
+        )  # fmt: skip
 
 
 # ---- SGLang
@@ -243,6 +278,7 @@ def record_sglang(root: Path) -> Recorder:
         backend = SimpleNamespace(
             forward_metadata=metadata, topk=1, use_mla=False, use_sliding_window_kv_pool=False,
             fa_impl_ver=3, num_splits=splits, decode_num_splits=splits, local_attn_builder=None,
+            has_local_attention=False, attention_chunk_size=None, page_size=page,
             is_prefill_aware_swa=False, _decode_uses_static_max_seqlen_k=False, full_cg_prefill_metadata=None,
             fa_skip_kv_cache=False, kv_cache_is_mxfp8=False, kv_cache_dtype=cache_dtype or torch.bfloat16,
             kv_cache_dtype_str="fp8_e4m3" if cache_dtype else "auto", _mxfp8_sf_kwargs=lambda *_: {},
@@ -257,7 +293,8 @@ def record_sglang(root: Path) -> Recorder:
             attn_type="decoder", sliding_window_size=more.get("window", -1), k_scale=torch.ones(()),
             v_scale=torch.ones(()),
         )  # fmt: skip
-        mode = SimpleNamespace(is_target_verify=lambda: False, is_draft_extend_v2=lambda: False)
+        kinds = "is_target_verify", "is_draft_extend_v2", "is_context_parallel_extend"
+        mode = SimpleNamespace(**dict.fromkeys(kinds, lambda: False))
         batch = SimpleNamespace(
             batch_size=b, spec_info=None, spec_algorithm=None, forward_mode=mode,
             attn_attend_prefix_cache=None, _attn_output=numbers(total, heads * d),

@@ -151,13 +151,13 @@ class Call:
         starts.copy_(torch.tensor(ends, dtype=torch.int32))
 
     def _fill_pages(self, k: Any, v: Any, table: Any) -> None:
-        """Tokens of requests of any number; the first request has all, the last none."""
+        """Tokens of requests of any number; the first request has all, the last of several none."""
         import torch
 
         lengths, page = self.given("seqused_k"), k.shape[1]
         requests, columns = table.shape
         drawn = self._integers(0, columns * page + 1, requests)
-        drawn[0], drawn[-1] = columns * page, 0
+        drawn[-1], drawn[0] = 0, columns * page
         lengths.copy_(torch.tensor(drawn, dtype=torch.int32))
         blocks = self._integers(0, len(k), requests * columns)
         table.copy_(torch.tensor(blocks, dtype=torch.int32).view(requests, columns))
