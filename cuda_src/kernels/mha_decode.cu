@@ -73,7 +73,7 @@ class Math {
     const int row_group = kRowGroups == 1 ? 0 : wg;
     const int own_token = kRowGroups == kMathGroups ? 0 : wg * kOwnTokens;  // the first of a block
     u32 number = 0;                                                         // of the next block
-    // Of the thread's rows
+    // Each of the thread's rows has these.
     float m[kThreadRows], l[kThreadRows];  // references of the softmax; the thread's share of the sums
     float slope[kThreadRows];              // ALiBi, times log2(e)
     int diagonal[kThreadRows];             // the key that the row's token is aligned to

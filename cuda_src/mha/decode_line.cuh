@@ -157,7 +157,7 @@ struct Walk {
     int index;  // of the request
     int head_of_team;
     int pair, block, left;
-    // Of the current pair
+    // The current pair has these.
     int head, tile;
     int first_block, blocks;
     bool begins, ends;  // whether the share has the pair's first, and its last block

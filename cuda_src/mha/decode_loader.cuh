@@ -80,7 +80,7 @@ class BlockLoader {
     const int unit, lane_row;
     const u32 k_offset_of_thread, v_offset_of_thread;  // in a tile, of its first row
     u32 number = 0;                                    // of the next block
-    // Of the current pair: the row of the block table, or without one the block; -1: not there
+    // The current pair's row of the block table. Without a table it is a block; -1: there is none.
     int row_of_cache;
     const int* blocks;
     Place next;  // of the row that the lane finds

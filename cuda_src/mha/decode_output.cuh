@@ -1,6 +1,6 @@
-// Results of decoding. A thread of a warpgroup has kOwnRows / 4 query rows, i = 0, 1, ..., which are columns
-// of the transposed O (layout/transposed.cuh). What a CTA has of a pair that others share, a part, is in
-// scratch: floats in the order of accumulators and threads, and (reference, sum) of each row.
+// Results of decoding. A thread of a warpgroup has kOwnRows / 4 query rows, i = 0, 1, ... They are columns of
+// O, which is transposed (layout/transposed.cuh). Several CTAs may share a pair. Each of them then writes its
+// part to scratch: floats in the order of accumulators and threads, and (reference, sum) of each row.
 //
 // CTA c has part 2c of a pair that another CTA begins, and part 2c + 1 of one that it begins itself.
 #pragma once

@@ -13,8 +13,8 @@ constexpr int kStages = STAGES;
 // A cache of e4m3 numbers: products are of float16, in which they are exact.
 constexpr bool kFp8 = CACHE_FP8;
 constexpr Dtype kMath = kFp8 ? Dtype::kF16 : kDtype;
-// Warpgroups of math share the query rows; or, since each token that they read is to be converted, the tokens
-// of a block.
+// Warpgroups of math share the query rows of a tile. With FP8 they share the tokens of a block, so that each
+// token is converted once.
 constexpr int kRowGroups = kFp8 ? 1 : kMathGroups;
 constexpr int kTileRows = kRowGroups * kOwnRows;
 #if CACHE_FP8

@@ -60,7 +60,7 @@ struct Params {
     int x, v_pack;                    // mha/gathered_keys.cuh; 0: V is not interleaved
     int cache_by_tma;                 // raw bytes of an FP8 cache come by TMA
     int own_in_cache;                 // the request's own tokens are in the cache as well
-    int skip_tokens;                  // requests with so many query tokens or fewer have no results
+    int skip_tokens;                  // requests with at most this number of query tokens have no results
     float softmax_scale_log2;         // from scores, as the score step leaves them, to exponents of 2
     float score_scale, score_factor;  // mha/scores.cuh
     float k_scale_value, v_scale_value, out_scale_value;
