@@ -14,7 +14,8 @@ PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglo
 KERNEL_PAGES = sorted((ROOT / "docs" / "kernels").glob("*.md"))
 OTHER_PROGRAMS_OPTIONS = {"--quiet", "--editable", "--no-deps", "--dist", "--maxschedchunk"}
 OWN_OPTIONS_OF_PYTEST = {"--full"}  # tests/conftest.py
-ENGINES_OPTIONS = {"--attention-backend", "--model-path", "--dsa-prefill-backend", "--dsa-decode-backend"}
+ENGINES_OPTIONS = {"--attention-backend", "--model-path", "--page-size"}
+ENGINES_OPTIONS |= {"--dsa-prefill-backend", "--dsa-decode-backend"}
 NEED_TORCH = {"--sources"}  # of tests/contracts/record.py, which does not start without torch
 FILES_OF_READERS = {"NAME.cu", "NAME.py", "script.py"}
 CUDA_FOLDERS = ("common", "ptx", "layout", "mla", "mha", "flex", "kernels")  # as in docs/architecture.md
@@ -29,7 +30,7 @@ pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to
 
 
 def prose(text: str) -> list[str]:
-    """Lines that are no table, code, comment or heading, and not what scripts/update_figures.py writes."""
+    """Lines that are no table, code, comment or heading, and not what scripts write."""
     text = re.sub(r"<!-- figures: begin.*?figures: end -->", "", text, flags=re.DOTALL)
     text = re.sub(r"^ *```.*?^ *```", "", text, flags=re.DOTALL | re.MULTILINE)
     return [line for line in text.splitlines() if not line.startswith(("|", "    ", "<!--", "#"))]
@@ -146,7 +147,7 @@ def test_names_exist() -> None:
 def test_options_exist() -> None:
     programs = [["-m", "rawmla", command] for command in ("info", "compile", "flash-mla", "flash-attn")]
     programs.append(["-m", "tests.emulator"])
-    programs += [[f"scripts/{name}"] for name in ("bench", "gpu_check.py", "update_figures.py")]
+    programs += [[f"scripts/{name}"] for name in ("bench", "engines", "gpu_check.py", "update_figures.py")]
     known = OTHER_PROGRAMS_OPTIONS | OWN_OPTIONS_OF_PYTEST | ENGINES_OPTIONS | NEED_TORCH
     for program in programs:
         command = [sys.executable, *program, "--help"]

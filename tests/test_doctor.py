@@ -8,7 +8,15 @@ from typing import Any
 
 import pytest
 from pytest import CaptureFixture, MonkeyPatch
-from test_engines import set_version, write
+from test_engines import (
+    FILE_OF_SGLANG_FLASH_ATTN,
+    OLD_INTERFACE,
+    OLD_SGLANG,
+    SGLANG_FLASH_ATTN,
+    set_version,
+    write,
+)
+from test_engines import VLLM as VLLM_FILES
 from test_vllm import install_entry_points
 
 from rawmla import cli, report
@@ -20,7 +28,9 @@ WORKING = {
     "GPU": [("driver", "13.0")],
     "what works": [("run kernels", "yes"), ("torch tensors", "yes")],
 }
-VLLM, SGLANG = {"vllm": "0.33.0"}, {"sglang": "0.5.23"}
+VLLM, SGLANG = {"vllm": "0.33.0"}, {"sglang": "0.5.22"}
+FUNCTION = "flash_mla_sparse_fwd"
+SOURCES = {**VLLM_FILES, OLD_INTERFACE: OLD_SGLANG, FILE_OF_SGLANG_FLASH_ATTN: SGLANG_FLASH_ATTN}
 Environment = Callable[..., doctor.Diagnosis]
 Texts = Mapping[str, str]
 
@@ -61,10 +71,10 @@ def environment(tmp_path: Path, monkeypatch: MonkeyPatch) -> Environment:
 def test_engines_that_are_not_switched_on(environment: Environment) -> None:
     found = environment(**VLLM, **SGLANG, lmdeploy="0.12.0")
     engines = dict(found.sections["engines"])
-    assert engines["vLLM"] == "0.33.0, recognised" and engines["SGLang"] == "0.5.23, recognised"
+    assert engines["vLLM"] == "0.33.0, tested" and engines["SGLang"] == "0.5.22, tested"
     assert engines["LMDeploy"] == "0.12.0, imports flash_mla"
     plug_ins = dict(found.sections["plug-ins"])
-    assert plug_ins["vLLM would replace"] == "nothing: RAWMLA_VLLM is not set"
+    assert plug_ins["vLLM replaced"] == "nothing: RAWMLA_VLLM is not set"
     assert plug_ins["vLLM entry point"] == "rawmla.engines.vllm:register (vllm.general_plugins)"
     assert dict(found.sections["flash_mla"]) == {"import flash_mla gives": "none", "distributions": "none"}
     assert found.problems == [] and {"packages", "GPU", "what works"} <= set(found.sections)
@@ -74,19 +84,48 @@ def test_engines_that_are_not_switched_on(environment: Environment) -> None:
 
 def test_engines_that_are_switched_on(environment: Environment) -> None:
     variables = {"RAWMLA_VLLM": "backend", "RAWMLA_SGLANG": "patch", "VLLM_PLUGINS": "other, rawmla"}
-    found = environment(variables, **SGLANG, vllm="0.33.0+cu129")
-    plug_ins = dict(found.sections["plug-ins"])
-    for name, engine in (("vLLM", vllm.ENGINE), ("SGLang", sglang.ENGINE)):
-        assert plug_ins[f"{name} would replace"] == f"{', '.join(engine.replaced)} of {engine.module}"
-    assert plug_ins["vLLM backends"] == "FLASHMLA, FLASHMLA_SPARSE, CUSTOM would be rawmla's"
+    found = environment(variables, SOURCES, **SGLANG, vllm="0.33.0+cu129")
+    plug_ins = found.sections["plug-ins"]
+    for name, engine, place in (("vLLM", vllm.ENGINE, 0), ("SGLang", sglang.ENGINE, 1)):
+        mla, flash_attn = engine.modules
+        for module, path in ((mla, mla.paths[place]), (flash_attn, flash_attn.paths[0])):
+            assert (f"{name} replaced", f"{', '.join(module.replaced)} of {path}") in plug_ins
+    assert ("vLLM replaced", "attention backends FLASHMLA, FLASHMLA_SPARSE, CUSTOM") in plug_ins
     assert found.problems == [] and found.hints == []
     assert variables.items() <= set(found.sections["environment variables"])
 
 
 def test_a_version_that_is_not_known(environment: Environment) -> None:
-    found = environment(vllm="0.40.0", variables={"RAWMLA_VLLM": "patch"})
-    assert dict(found.sections["engines"])["vLLM"] == "0.40.0, not recognised: rawmla knows 0.33.0"
+    found = environment({"RAWMLA_VLLM": "patch"}, SOURCES, vllm="0.40.0")
+    assert dict(found.sections["engines"])["vLLM"].startswith("0.40.0, not tested: rawmla was tested with 0.")
+    assert "vLLM replaced" in dict(found.sections["plug-ins"])
     assert found.problems == [] and found.hints[0].startswith("vLLM 0.40.0 was not tested")
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "reasons"),
+    [
+        ("ops/flashmla.py", "512, attn_sink", "512, new=1, attn_sink", [f"{FUNCTION} (new"] * 2),
+        ("backends/mla/flashmla.py", "attn_metadata, layer", "layer", ["FlashMLAImpl.forward_mqa (layer"]),
+    ],
+    ids=["functions", "backends"],
+)
+def test_what_is_refused(environment: Environment, file: str, old: str, new: str, reasons: list[str]) -> None:
+    """Other parameters: the module is not called replaced, and the problem names what differs."""
+    path = f"vllm/v1/attention/{file}"
+    text = SOURCES[path].replace(old, new)
+    found = environment({"RAWMLA_VLLM": "backend"}, {**SOURCES, path: text}, **VLLM)
+    refused = [text for label, text in found.sections["plug-ins"] if label == "vLLM refused"]
+    replaced = [text for label, text in found.sections["plug-ins"] if label == "vLLM replaced"]
+    assert len(refused) == len(found.problems) == len(reasons) and len(replaced) == 3 - len(refused)
+    assert all(reason in problem for reason, problem in zip(reasons, found.problems, strict=True))
+    assert refused[-1].startswith("attention backends") and "Set RAWMLA_VLLM=patch" in found.problems[-1]
+
+
+def test_nothing_is_replaced_where_kernels_cannot_run(environment: Environment) -> None:
+    found = environment({"RAWMLA_VLLM": "patch"}, SOURCES, works={"what works": NO_GPU}, **VLLM)
+    assert dict(found.sections["plug-ins"])["vLLM replaced"] == "nothing that works: see below"
+    assert NO_KERNELS in found.problems
 
 
 @pytest.mark.parametrize(
@@ -96,7 +135,6 @@ def test_a_version_that_is_not_known(environment: Environment) -> None:
         (VLLM, {"RAWMLA_VLLM": "on"}, True, "RAWMLA_VLLM: expected one of patch, backend, got 'on'"),
         (VLLM, {"RAWMLA_VLLM": "patch"}, False, "vLLM does not see the plug-in"),
         (VLLM, {"RAWMLA_VLLM": "patch", "VLLM_PLUGINS": "a,b"}, True, "VLLM_PLUGINS leaves"),
-        ({"vllm": "0.32.0"}, {"RAWMLA_VLLM": "backend"}, True, "RAWMLA_VLLM=backend needs vLLM 0.33.0"),
         (SGLANG, {"RAWMLA_SGLANG": "patch", "SGLANG_PLUGINS": "a"}, True, "SGLANG_PLUGINS leaves"),
         (SGLANG, {"RAWMLA_SGLANG": "patch"}, False, "SGLang does not see the plug-in"),
         ({"sgl_flash_mla": "1.0.0", "rawmla_flash_mla": "0.1.0"}, {}, True, "own the same files"),
@@ -107,8 +145,8 @@ def test_problems(
 ) -> None:
     found = environment(entry_points=entry_points, variables=variables, **versions)
     assert len(found.problems) == 1 and problem in found.problems[0]
-    replaced = [text for label, text in found.sections["plug-ins"] if label.endswith("would replace")]
-    assert any("see below" in text for text in replaced) == bool(variables)
+    rows = found.sections["plug-ins"]
+    assert any(label.endswith("refused") or "see below" in text for label, text in rows) == bool(variables)
 
 
 @pytest.mark.parametrize(

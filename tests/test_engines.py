@@ -16,11 +16,15 @@ import pytest
 from rawmla.engines import sglang, vllm
 
 ROOT = Path(__file__).resolve().parents[1]
-DECODE = str(vllm.ENGINE.replaced["flash_mla_with_kvcache"]).replace(
-    ", num_splits", ", num_splits=None, *", 1
+(MODULE, _), (MODULE_OF_SGLANG, _) = vllm.ENGINE.modules, sglang.ENGINE.modules
+(PATH,) = MODULE.paths
+DECODE = (
+    "q, k_cache, block_table, cache_seqlens, head_dim_v, tile_scheduler_metadata, num_splits=None, "
+    "softmax_scale=None, causal=False, is_fp8_kvcache=False, indices=None, attn_sink=None, "
+    "extra_k_cache=None, extra_indices_in_kvcache=None, topk_length=None, extra_topk_length=None, out=None"
 )
+SPARSE = "flash_mla_sparse_fwd"
 INTERFACE = f"""\
-from vllm.platforms import current_platform
 def _is_flashmla_available(): return False, "not compiled"
 def is_flashmla_dense_supported(): return _is_flashmla_available()
 def is_flashmla_sparse_supported(): return _is_flashmla_available()
@@ -31,6 +35,21 @@ def flash_mla_sparse_fwd(q, kv, indices, sm_scale, d_v=512, attn_sink=None, topk
     raise RuntimeError("vLLM's")
 def get_mla_metadata_dense_fp8(): pass
 def flash_mla_with_kvcache_fp8(): pass
+"""
+FILE_OF_FLASH_ATTN = vllm.ENGINE.modules[1].paths[0].replace(".", "/") + ".py"
+FLASH_ATTN = """\
+def get_scheduler_metadata(
+    batch_size, max_seqlen_q, max_seqlen_k, num_heads_q, num_heads_kv, headdim, cache_seqlens, qkv_dtype=1,
+    headdim_v=None, num_splits=0
+): return "vLLM's plan"
+def flash_attn_varlen_func(
+    q, k, v, max_seqlen_q, cu_seqlens_q, max_seqlen_k, cu_seqlens_k=None, seqused_k=None, q_v=None,
+    dropout_p=0.0, softmax_scale=None, causal=False, window_size=None, softcap=0.0, alibi_slopes=None,
+    deterministic=False, return_attn_probs=False, block_table=None, return_softmax_lse=False, out=None,
+    scheduler_metadata=None, q_descale=None, k_descale=None, v_descale=None, num_splits=0, output_scale=None,
+    fa_version=2, s_aux=None, cp_world_size=1, cp_rank=0, cp_tot_seqused_k=None, mask_mod=None
+): pass
+def is_fa_version_supported(fa_version): return True
 """
 PLATFORM = """\
 import os
@@ -49,18 +68,56 @@ NAMES = """\
 from vllm.v1.attention.ops.flashmla import *
 from vllm.v1.attention.ops.flashmla import _is_flashmla_available
 """
+PARENTS = """\
+class AttentionBackend:
+    @staticmethod
+    def get_builder_cls(): pass
+    @staticmethod
+    def get_impl_cls(): pass
+    @classmethod
+    def supports_combination(cls, head_size, dtype, kv_cache_dtype, block_size): pass
+class FlashMLABackend(AttentionBackend): pass
+class Builder:
+    def __init__(self, kv_cache_spec, layer_names, vllm_config, device): pass
+    def _init_reorder_batch_threshold(
+        self, reorder_batch_threshold=1, supports_spec_as_decode=False, supports_dcp_with_varlen=False
+    ): pass
+class FlashMLAMetadataBuilder(Builder): pass
+class FlashMLAImpl:
+    def forward_mqa(self, q, kv_c_and_k_pe_cache, attn_metadata, layer): pass
+"""
+UTILS = """\
+def reshape_attn_output_for_spec_decode(attn_output): pass
+"""
+LAYER = """\
+class MLAAttention:
+    def forward_impl(self, q, k_c_normed, k_pe, kv_cache, attn_metadata, output, output_scale=None): pass
+"""
+VLLM = {
+    "vllm/platforms/__init__.py": PLATFORM,
+    "vllm/v1/attention/ops/flashmla.py": INTERFACE,
+    FILE_OF_FLASH_ATTN: FLASH_ATTN,
+    "vllm/v1/attention/backends/mla/flashmla.py": NAMES + PARENTS,
+    "vllm/v1/attention/backends/mla/flashmla_sparse.py": PARENTS.replace(
+        "class FlashMLA", "class FlashMLASparse"
+    ),
+    "vllm/v1/attention/backends/registry.py": REGISTRY,
+    "vllm/v1/attention/backends/utils.py": UTILS,
+    "vllm/model_executor/layers/attention/mla_attention.py": LAYER,
+    "vllm/v1/kv_cache_interface.py": "def is_quantized_kv_cache(kv_cache_dtype): pass\n",
+}
 PROBE = """\
 import json, logging, sys
 logging.basicConfig(format="%(levelname)s %(message)s", stream=sys.stderr)
 def state():
     import vllm.v1.attention.ops.flashmla as interface, vllm.v1.attention.backends.mla.flashmla as importer
     from rawmla.engines.vllm import ENGINE
-    names = [*ENGINE.replaced, "get_mla_metadata_dense_fp8", "flash_mla_with_kvcache_fp8"]
+    names = [*ENGINE.modules[0].replaced, "get_mla_metadata_dense_fp8", "flash_mla_with_kvcache_fp8"]
     names.append("_is_flashmla_available")
     same = all(getattr(interface, name) is getattr(importer, name) for name in names)
     ours = [name for name in names if getattr(interface, name).__module__.startswith("rawmla.")]
     answers = [interface.is_flashmla_dense_supported(), interface.is_flashmla_sparse_supported()]
-    watchers = sum(type(finder).__name__ == "_Watcher" for finder in sys.meta_path)
+    watchers = sum(getattr(finder, "name", "") == ENGINE.modules[0].path for finder in sys.meta_path)
     torch = sys.modules.get("torch")
     cuda = torch is not None and torch.cuda.is_initialized()
     return {"ours": ours, "same": same, "answers": answers, "watchers": watchers, "cuda": cuda}
@@ -80,16 +137,8 @@ def write(root: Path, files: dict[str, str]) -> None:
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    """A vLLM 0.33.0 of six modules."""
-    write(
-        tmp_path,
-        {
-            "vllm/platforms/__init__.py": PLATFORM,
-            "vllm/v1/attention/ops/flashmla.py": INTERFACE,
-            "vllm/v1/attention/backends/mla/flashmla.py": NAMES,
-            "vllm/v1/attention/backends/registry.py": REGISTRY,
-        },
-    )
+    """A vLLM 0.33.0 of some modules."""
+    write(tmp_path, VLLM)
     set_version(tmp_path, "vllm", "0.33.0")
     return tmp_path
 
@@ -127,7 +176,7 @@ def run(
 BEFORE = "from rawmla.engines.vllm import register; register(); print(json.dumps(state()))"
 AFTER = "state(); from rawmla.engines.vllm import register; register(); print(json.dumps(state()))"
 PATCHED = {
-    "ours": list(vllm.ENGINE.replaced),
+    "ours": list(MODULE.replaced),
     "same": True,
     "answers": [[True, None], [True, None]],
     "cuda": False,
@@ -152,21 +201,21 @@ def test_register_may_be_called_again(tree: Path) -> None:
     """vLLM's own functions stay known. Its plans are objects, whatever other callers of flash_mla get."""
     code = (
         "from rawmla.engines import vllm\nvllm.register(); vllm.register(); first = state()\n"
-        "vllm.register(); interface = sys.modules[vllm.ENGINE.module]\n"
+        "vllm.register(); interface = sys.modules[vllm.ENGINE.modules[0].path]\n"
         "plan, _ = interface.get_mla_metadata(1, 2, 1, is_fp8_kvcache=True)\n"
         "originals = {f.__module__ for f in interface.__rawmla_originals__.values()}\n"
         "print(json.dumps([first, state(), [*originals], type(plan).__name__]))"
     )
     (first, second, originals, plan), log = run(tree, code, RAWMLA_FLASH_MLA_API="tensors")
     assert first == second == {**PATCHED, "watchers": 1} and log == ""
-    assert originals == [vllm.ENGINE.module] and plan == "FlashMLASchedMeta"
+    assert originals == [PATH] and plan == "FlashMLASchedMeta"
 
 
 def test_register_is_cheap(tree: Path) -> None:
     """vLLM calls it in every process: nothing of vLLM, of torch or of the kernels is imported for it."""
     code = (
-        "import time; before = set(sys.modules); start = time.perf_counter()\n"
-        "from rawmla.engines.vllm import register; register(); seconds = time.perf_counter() - start\n"
+        "import time; before = set(sys.modules); start = time.process_time()\n"
+        "from rawmla.engines.vllm import register; register(); seconds = time.process_time() - start\n"
         "print(json.dumps([seconds, sorted(set(sys.modules) - before)]))"
     )
     (seconds, loaded), _ = run(tree, code, start=True)
@@ -175,29 +224,79 @@ def test_register_is_cheap(tree: Path) -> None:
     assert seconds < 0.5
 
 
+def patched_names(tree: Path) -> tuple[list[str], str]:
+    """What the plug-in replaces in vLLM's module, and the log."""
+    code = "from rawmla.engines.vllm import register; register()\n"
+    code += f"import {PATH} as m; register()\n"
+    code += "ours = [k for k, v in vars(m).items() if getattr(v, '__module__', '').startswith('rawmla.')]\n"
+    got, log = run(tree, code + "print(json.dumps(ours))")
+    return got, log
+
+
 @pytest.mark.parametrize(
-    ("old", "new", "name"),
+    ("old", "new", "different"),
     [
-        ("topk_length=None, out=None):", "topk_length=None, out=None, more=1):", "flash_mla_sparse_fwd"),
-        ("def get_mla_metadata(*args", "def get_metadata(*args", "get_mla_metadata"),
-        ("class FlashMLASchedMeta: pass", "FlashMLASchedMeta = None", "FlashMLASchedMeta"),
+        ("512, attn_sink=None, topk_length=None, out=None", "512, more=1", f"{SPARSE} (more)"),
+        ("512, attn_sink=None, topk_length=None, out=None", "512, *, a=1, **b", f"{SPARSE} (a, **b)"),
+        ("sm_scale, d_v=512", "d_v, sm_scale", f"{SPARSE} (d_v, sm_scale)"),
+        ("sm_scale, d_v=512", "sm_scale=1, d_v=512", f"{SPARSE} (sm_scale)"),
+        ("def get_mla_metadata(*args", "def get_metadata(*args", "get_mla_metadata (missing)"),
+        ("class FlashMLASchedMeta: pass", "FlashMLASchedMeta = None", "FlashMLASchedMeta (missing)"),
     ],
-    ids=["parameter", "function", "class"],
+    ids=["parameter", "keywords", "order", "required", "function", "class"],
 )
-def test_an_unknown_version_with_other_names_is_left_alone(tree: Path, old: str, new: str, name: str) -> None:
-    set_version(tree, "vllm", "0.34.1")
+def test_other_names_and_parameters_are_left_alone(tree: Path, old: str, new: str, different: str) -> None:
     assert old in INTERFACE
     write(tree, {"vllm/v1/attention/ops/flashmla.py": INTERFACE.replace(old, new)})
-    code = (
-        "from rawmla.engines.vllm import register; register()\nimport vllm.v1.attention.ops.flashmla as m\n"
-    )
-    code += "register(); print(json.dumps([getattr(v, '__module__', '') for v in vars(m).values()]))"
-    modules, log = run(tree, code)
-    assert not [module for module in modules if str(module).startswith("rawmla")]
-    assert log.count("WARNING") == 1 and "vLLM 0.34.1" in log and f": {name}. Unset RAWMLA_VLLM" in log
+    ours, log = patched_names(tree)
+    assert ours == [] and log.count("WARNING") == 1
+    assert log.startswith(f"WARNING rawmla: vLLM's {PATH} is left as it is. vLLM 0.33.0 has other names ")
+    assert f": in {PATH}, {different}. Install a tested version: " in log
 
 
-NO_PLATFORM = INTERFACE.replace("from vllm.platforms import current_platform\n", "")
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("out=None):\n", "out=None, *, use_legacy=False):\n"),
+        (", topk_length=None, out=None):\n", "):\n"),
+        ("(q, kv, indices", "(q: int, kv: list[int], indices"),
+    ],
+    ids=["more", "fewer", "annotations"],
+)
+def test_known_parameters_are_served(tree: Path, old: str, new: str) -> None:
+    """More that rawmla's functions have, and fewer than they have."""
+    write(tree, {"vllm/v1/attention/ops/flashmla.py": INTERFACE.replace(old, new)})
+    ours, log = patched_names(tree)
+    assert sorted(ours) == sorted(MODULE.replaced) and log == ""
+
+
+def test_imported_functions_are_followed(tree: Path) -> None:
+    """vLLM's module imports FlashMLA's functions where its extension is there. They count also elsewhere."""
+    functions = INTERFACE.partition("class FlashMLASchedMeta")
+    text = """\
+if _is_flashmla_available()[0]:
+    from vllm.third_party.flash_mla import FlashMLASchedMeta, metadata as get_mla_metadata
+    from ....third_party.flash_mla import flash_mla_with_kvcache, flash_mla_sparse_fwd
+else:
+    class FlashMLASchedMeta: pass
+    def unavailable(*_args, **_kwargs): raise RuntimeError("vLLM's")
+    flash_mla_sparse_fwd = flash_mla_with_kvcache = get_mla_metadata = unavailable
+"""
+    imported = (functions[1] + functions[2]).replace("def get_mla_metadata(", "def metadata(")
+    available = functions[0].replace('False, "not compiled"', "True, None")
+    write(tree, {"vllm/third_party/flash_mla.py": imported, f"{PATH.replace('.', '/')}.py": available + text})
+    ours, log = patched_names(tree)
+    assert sorted(ours) == sorted(MODULE.replaced) and log == ""
+
+
+def test_a_module_that_is_gone_is_named(tree: Path) -> None:
+    (tree / "vllm/v1/attention/ops/flashmla.py").rename(tree / "vllm/v1/attention/ops/flash_mla.py")
+    code = "from rawmla.engines.vllm import register; register(); print(json.dumps(list(sys.modules)))"
+    loaded, log = run(tree, code)
+    assert f"expects: {PATH} (missing). Install" in log and "vllm" not in loaded
+
+
+NO_PLATFORM = {"vllm/platforms/__init__.py": ""}
 
 
 @pytest.mark.parametrize(
@@ -206,8 +305,8 @@ NO_PLATFORM = INTERFACE.replace("from vllm.platforms import current_platform\n",
         (None, {}, {}, ""),
         ("", {}, {}, ""),
         ("patch", {}, {"RAWMLA_FLASH_MLA_API": "nonsense"}, "RAWMLA_FLASH_MLA_API: expected"),
-        ("patch", {"ops/flashmla.py": NO_PLATFORM}, {}, "vLLM is left as it is. AttributeError: "),
-        ("patch", {}, {"FAMILY": "100"}, "vLLM is left as it is. rawmla's kernels are for Hopper"),
+        ("patch", NO_PLATFORM, {}, f"vLLM's {PATH} is left as it is. ImportError: "),
+        ("patch", {}, {"FAMILY": "100"}, f"vLLM's {PATH} is left as it is. rawmla's kernels are for Hopper"),
         ("pach", {}, {}, "RAWMLA_VLLM: expected one of patch, backend, got 'pach'"),
     ],
     ids=["not asked for", "empty", "variable", "version", "GPU", "mode"],
@@ -215,8 +314,7 @@ NO_PLATFORM = INTERFACE.replace("from vllm.platforms import current_platform\n",
 def test_vllm_is_left_alone(
     tree: Path, mode: str | None, files: dict[str, str], variables: dict[str, str], text: str
 ) -> None:
-    set_version(tree, "vllm", "0.34.1")
-    write(tree, {f"vllm/v1/attention/{name}": content for name, content in files.items()})
+    write(tree, files)
     got, log = run(tree, BEFORE, mode, **variables)
     assert got == {**UNPATCHED, "watchers": int(mode == "patch")}
     assert log.count("\n") == log.count("WARNING") == bool(text) and text in log
@@ -250,29 +348,47 @@ def test_children_are_patched(tree: Path, method: str) -> None:
     assert got == {**PATCHED, "watchers": 1}
 
 
+BACKENDS = "vllm/v1/attention/backends"
+
+
 @pytest.mark.parametrize(
-    ("version", "broken", "text"),
+    ("file", "old", "new", "text"),
     [
-        ("0.33.0", False, ""),
-        ("0.34.1", False, "use RAWMLA_VLLM=patch"),
-        ("0.33.0", True, "OSError: no library"),
+        ("registry.py", "", "", ""),
+        ("registry.py", "overrides = {}", "raise OSError('no library')", "OSError: no library"),
+        ("registry.py", "class_path=None", "path=None", "register_backend (class_path)"),
+        ("mla/flashmla.py", "attn_metadata, layer", "attn_metadata", "FlashMLAImpl.forward_mqa (layer)"),
+        ("mla/flashmla.py", "layer):", "layer, more=1):", "FlashMLAImpl.forward_mqa (more)"),
+        ("mla/flashmla.py", "get_impl_cls", "get_impl", "FlashMLABackend.get_impl_cls (missing)"),
+        (
+            "mla/flashmla.py",
+            "class FlashMLAImpl",
+            "class Impl",
+            "FlashMLAImpl (missing), FlashMLAImpl.forward",
+        ),
+        (
+            "utils.py",
+            "(attn_output)",
+            "(output)",
+            "reshape_attn_output_for_spec_decode (attn_output, output)",
+        ),
     ],
 )
-def test_backends(tree: Path, version: str, broken: bool, text: str) -> None:
-    """Those of a tested version are registered too; elsewhere the log says why not."""
-    set_version(tree, "vllm", version)
-    if broken:
-        failing = "overrides = {}\nraise OSError('no library')\n"
-        write(tree, {"vllm/v1/attention/backends/registry.py": failing})
+def test_backends(tree: Path, file: str, old: str, new: str, text: str) -> None:
+    """They are registered if the parents' methods fit; elsewhere the log says why not, and patch is done."""
+    path = tree / BACKENDS / file
+    assert old in path.read_text()
+    path.write_text(path.read_text().replace(old, new) if old else path.read_text())
     code = (
         "from rawmla.engines.vllm import register; register(); register(); found = state()['ours']\n"
         "registry = sys.modules.get('vllm.v1.attention.backends.registry')\n"
         "print(json.dumps([found, registry.overrides if registry else {}]))"
     )
     (ours, overrides), log = run(tree, code, "backend")
-    assert ours == list(vllm.ENGINE.replaced) and overrides == ({} if text else vllm.BACKENDS)
-    assert log.count("WARNING rawmla: vLLM's attention backends are left as they are.") == bool(text)
+    assert ours == list(MODULE.replaced) and overrides == ({} if text else vllm.BACKENDS)
+    assert log.count("WARNING rawmla: vLLM's list of attention backends is left as it is. ") == bool(text)
     assert log.count("WARNING") == bool(text) and text in log
+    assert log.count("Set RAWMLA_VLLM=patch, or install a tested") == ("(" in text)
 
 
 @pytest.mark.parametrize("plug_in", [vllm, sglang])
@@ -284,7 +400,7 @@ def test_versions(plug_in: Any) -> None:
 
 # ---- SGLang
 
-INTERFACE_OF_SGLANG = sglang.ENGINE.module.replace(".", "/") + ".py"
+INTERFACE_OF_SGLANG, OLD_INTERFACE = (f"{path.replace('.', '/')}.py" for path in MODULE_OF_SGLANG.paths)
 HOOKS = """\
 import enum, importlib
 class HookType(enum.Enum):
@@ -295,27 +411,57 @@ class HookRegistry:
     def register(cls, target, hook, kind):
         cls.hooks.append((target, hook.__module__, kind.value))
 """
-SGLANG = """\
-import flash_mla
-from flash_mla.flash_mla_interface import FlashMLASchedMeta
-def get_mla_metadata({}): pass
-def flash_mla_with_kvcache({}): pass
-def flash_mla_sparse_fwd({}): pass
-""".format(*(text.replace(", use_legacy", ", *, use_legacy") for text in sglang.ENGINE.replaced.values()))
+OLD_SGLANG = """\
+def get_mla_metadata(
+    cache_seqlens=None, num_q_tokens_per_head_k=None, num_heads_k=None, num_heads_q=None,
+    is_fp8_kvcache=False, topk=None
+): pass
+def flash_mla_with_kvcache(
+    q, k_cache, block_table, cache_seqlens, head_dim_v, tile_scheduler_metadata, num_splits=None,
+    softmax_scale=None, causal=False, descale_q=None, descale_k=None, is_fp8_kvcache=False, indices=None,
+    attn_sink=None, extra_k_cache=None, extra_indices_in_kvcache=None, topk_length=None,
+    extra_topk_length=None
+): pass
+def flash_mla_sparse_fwd(q, kv, indices, sm_scale, d_v=512, attn_sink=None, topk_length=None): pass
+"""
+SGLANG = (
+    "import flash_mla\nfrom flash_mla.flash_mla_interface import FlashMLASchedMeta\n"
+    + OLD_SGLANG.replace("topk_length=None): pass", "topk_length=None, *, use_legacy=True): pass").replace(
+        "extra_topk_length=None\n", "extra_topk_length=None, kv_format=None, *, use_legacy=True\n"
+    )
+)
 SGLANG_CODE = """\
 from rawmla.engines.sglang import register; register(); register()
 from sglang.srt.plugins.hook_registry import HookRegistry
 print(json.dumps([HookRegistry.hooks, "flash_mla" in sys.modules]))
 """
-HOOKED = [
-    [f"{sglang.ENGINE.module}.{name}", "rawmla.engines.sglang", "around"] for name in sglang.ENGINE.replaced
-]
+
+
+FLASH_ATTN_OF_SGLANG = sglang.ENGINE.modules[1].paths[0]
+FILE_OF_SGLANG_FLASH_ATTN = FLASH_ATTN_OF_SGLANG.replace(".", "/") + ".py"
+SGLANG_FLASH_ATTN = """\
+def flash_attn_with_kvcache(
+    q, k_cache, v_cache, k=None, v=None, qv=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None,
+    cache_batch_idx=None, cache_leftpad=None, page_table=None, cu_seqlens_q=None, cu_seqlens_k_new=None,
+    max_seqlen_q=None, rotary_seqlens=None, q_descale=None, k_descale=None, v_descale=None,
+    softmax_scale=None, causal=False, window_size=(-1, -1), attention_chunk=None, softcap=0.0,
+    rotary_interleaved=True, scheduler_metadata=None, num_splits=0, pack_gqa=None, only_qv=False, sm_margin=0,
+    return_softmax_lse=False, sinks=None, score_mod=None, ver=3, out=None
+): pass
+"""
+HOOKED_FLASH_ATTN = [[f"{FLASH_ATTN_OF_SGLANG}.flash_attn_with_kvcache", "rawmla.engines.sglang", "around"]]
+
+
+def hooked(path: str) -> list[list[str]]:
+    """What is hooked of a module."""
+    return [[f"{path}.{name}", "rawmla.engines.sglang", "around"] for name in MODULE_OF_SGLANG.replaced]
 
 
 @pytest.fixture
 def sglang_tree(tmp_path: Path) -> Path:
-    """An SGLang 0.5.23 of two modules, and no flash_mla."""
-    write(tmp_path, {"sglang/srt/plugins/hook_registry.py": HOOKS, INTERFACE_OF_SGLANG: SGLANG})
+    """An SGLang 0.5.23 of three modules, and no flash_mla."""
+    files = {"sglang/srt/plugins/hook_registry.py": HOOKS, INTERFACE_OF_SGLANG: SGLANG}
+    write(tmp_path, files | {FILE_OF_SGLANG_FLASH_ATTN: SGLANG_FLASH_ATTN})
     set_version(tmp_path, "sglang", "0.5.23")
     return tmp_path
 
@@ -324,27 +470,38 @@ def test_sglang_is_hooked_once(sglang_tree: Path) -> None:
     """Where no flash_mla is installed, rawmla's takes its place: SGLang's module imports it."""
     pytest.importorskip("torch")
     (hooks, imported), log = run(sglang_tree, SGLANG_CODE, RAWMLA_SGLANG="patch")
-    assert hooks == HOOKED and imported and log == ""
+    assert hooks == hooked(MODULE_OF_SGLANG.paths[0]) + HOOKED_FLASH_ATTN and imported and log == ""
+
+
+def test_sglang_before_its_own_interface(sglang_tree: Path) -> None:
+    """Until 0.5.22 SGLang called the module of sglang-kernel."""
+    (sglang_tree / INTERFACE_OF_SGLANG).unlink()
+    write(sglang_tree, {OLD_INTERFACE: OLD_SGLANG})
+    (hooks, _), log = run(sglang_tree, SGLANG_CODE, RAWMLA_SGLANG="patch")
+    assert hooks == hooked(MODULE_OF_SGLANG.paths[1]) + HOOKED_FLASH_ATTN and log == ""
 
 
 @pytest.mark.parametrize(
-    ("mode", "files", "text"),
+    ("mode", "files", "text", "warnings"),
     [
-        ("", {}, ""),
-        ("backend", {}, "RAWMLA_SGLANG: expected patch, got 'backend'"),
+        ("", {}, "", 0),
+        ("backend", {}, "RAWMLA_SGLANG: expected patch, got 'backend'", 1),
         (
             *("patch", {INTERFACE_OF_SGLANG: SGLANG.replace("kv_format", "layout")}),
-            "parameters: flash_mla_with_kvcache. Unset RAWMLA_SGLANG",
+            *(", flash_mla_with_kvcache (layout). Install a tested version", 1),
         ),
         (
-            *("patch", {INTERFACE_OF_SGLANG: "import no_such_module\n"}),
-            "cannot be imported: No module named 'no_such_module'",
+            *("patch", {INTERFACE_OF_SGLANG: "import no_such_module\n" + OLD_SGLANG}),
+            *("is left as it is. ModuleNotFoundError: No module named 'no_such_module'", 1),
         ),
-        ("patch", {INTERFACE_OF_SGLANG: "raise OSError('no library')\n"}, "SGLang is left as it is. "),
-        ("patch", {"sglang/srt/plugins/hook_registry.py": "HookRegistry = None\n"}, "is left as it is. "),
+        ("patch", {INTERFACE_OF_SGLANG: SGLANG + "raise OSError\n"}, "is left as it is. OSError", 1),
+        ("patch", {"sglang/srt/plugins/hook_registry.py": "HookRegistry = None\n"}, "ImportError: ", 2),
     ],
 )
-def test_sglang_is_left_alone(sglang_tree: Path, mode: str, files: dict[str, str], text: str) -> None:
+def test_sglang_is_left_alone(
+    sglang_tree: Path, mode: str, files: dict[str, str], text: str, warnings: int
+) -> None:
+    """One module of SGLang does not decide about the other."""
     pytest.importorskip("torch")
     set_version(sglang_tree, "sglang", "0.6.0")
     write(sglang_tree, files)
@@ -354,14 +511,15 @@ def test_sglang_is_left_alone(sglang_tree: Path, mode: str, files: dict[str, str
         "print(json.dumps(getattr(registry and registry.HookRegistry, 'hooks', [])))"
     )
     hooks, log = run(sglang_tree, code, RAWMLA_SGLANG=mode)
-    assert hooks == [] and text in log and log.count("rawmla: ") == bool(text)
+    assert hooks == (HOOKED_FLASH_ATTN if mode == "patch" and warnings == 1 else [])
+    assert text in log and log.count("rawmla: ") == warnings
 
 
 def test_fp8_dense_decoding_stays_with_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
     from rawmla.compat import sgl_kernel
 
     calls: list[Any] = []
-    for name in sglang.ENGINE.replaced:
+    for name in MODULE_OF_SGLANG.replaced:
         monkeypatch.setattr(sgl_kernel, name, lambda *a, _name=name, **k: calls.append((_name, a, k)))
 
     def original(*args: Any, **kwargs: Any) -> str:

@@ -7,7 +7,9 @@ import os
 import runpy
 import sys
 import zipfile
+from importlib import metadata
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from test_flash_mla_module import run, succeeds
@@ -211,9 +213,12 @@ def test_path_and_check(
         "class utils:\n    is_flash_attn_3_available = lambda: False\n__version__ = '5.24.0'\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    assert cli.main(["flash-attn", "--check"]) == 0
+    owners = {"flash_attn": ["flash_attn"], "flash_attn_interface": ["flash_attn_3"]}
+    monkeypatch.setattr(metadata, "packages_distributions", lambda: owners)
+    with mock.patch.dict(sys.modules):
+        sys.modules.pop("transformers", None)
+        assert cli.main(["flash-attn", "--check"]) == 0
     two, three, four, real = capsys.readouterr().out.splitlines()
-    sys.modules.pop("transformers")
     assert two.startswith("is_flash_attn_2_available: ") and "fa2/flash_attn/__init__.py" in two
     assert "yes" in three or "no, torch.cuda.is_available() is False (flash_attn_interface is" in three
     assert four.startswith("is_flash_attn_4_available: no, it is of flash-attn, not of flash-attn-4 (")

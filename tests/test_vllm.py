@@ -16,14 +16,15 @@ import pytest
 from test_engines import set_version, write
 
 from rawmla.engines import vllm
+from rawmla.engines.plug_in import Engine
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def installed_version() -> str:
-    """Of vLLM; "" without one."""
+def installed_version(engine: Engine) -> str:
+    """Of the engine; "" without it. What follows "+" names only what it was built for."""
     try:
-        return metadata.version("vllm").partition("+")[0]
+        return metadata.version(engine.distribution).partition("+")[0]
     except metadata.PackageNotFoundError:
         return ""
 
@@ -38,7 +39,7 @@ def install_entry_points(folder: Path) -> None:
     write(folder, {"rawmla-0.dist-info/entry_points.txt": text})
 
 
-VERSION = installed_version()
+VERSION = installed_version(vllm.ENGINE)
 IMPORTS = f"""
 sys.path[:0] = {[str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "gpu")]}
 from contracts import record
@@ -52,10 +53,10 @@ pytestmark = pytest.mark.skipif(
 
 def probe(function: str, *arguments: str, mode: str = "patch", path: Path | None = None) -> Any:
     """What a function of tests/vllm_probe.py finds, in a process of its own."""
-    folders = [str(ROOT), *([] if path is None else [str(path)])]
+    folders = [str(ROOT), *([] if path is None else [str(path)]), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders), vllm.ENGINE.variable: mode}
     command = (str(ROOT / "tests" / "vllm_probe.py"), function, *arguments)
-    if function == "before":  # vLLM is imported
+    if function in ("before", "flash_attn"):  # vLLM is imported
         start = [sys.executable, *command]
         done = subprocess.run(start, env=environment, capture_output=True, text=True, timeout=300)
     else:
@@ -66,8 +67,9 @@ def probe(function: str, *arguments: str, mode: str = "patch", path: Path | None
 
 def check_names(found: dict[str, list[str]]) -> None:
     """Every replaced name is in vLLM's module, and every importer has rawmla's."""
-    assert set(found.pop(vllm.ENGINE.module)) == set(vllm.ENGINE.replaced)
-    assert len(found) == 7 and all(found.values())
+    module, _ = vllm.ENGINE.modules
+    assert set(found.pop(module.paths[0])) == set(module.replaced)
+    assert len(found) >= 4 and all(found.values())
 
 
 def test_plug_in_is_found_and_patches_what_is_imported_later(tmp_path: Path) -> None:
@@ -97,7 +99,7 @@ def test_backends_are_selected_on_hopper_and_in_workers() -> None:
 def test_backends_compute_what_their_parents_do() -> None:
     """Without padding and with the query in two parts; all calls are computed by the reference."""
     differences = probe("same_results", mode="")
-    assert len(differences) == 17
+    assert len(differences) >= 14
     for name, values in differences.items():
         assert values and max(values) == 0.0, name
 
@@ -115,13 +117,24 @@ def test_backends_load_kernels_and_reserve_memory(monkeypatch: pytest.MonkeyPatc
         prefill,
     ]
     assert all(count > 0 for *_, count in found["loaded"])
-    dense, sparse, sparse_fp8 = found["reserved"]  # nothing for a dense FP8 cache, which vLLM's kernel reads
+    dense, sparse, sparse_fp8 = found["reserved"]  # vLLM's kernel reads dense FP8 caches
     results = 256 * 16 * (2 * 512 + 4), 8192 * 16 * (2 * 512 + 4)
     assert sparse == sparse_fp8 and results[0] < dense < 2**28 and results[1] < sparse < 2**30
-    assert found["thresholds"] == ([1] * 4 if invariant else [128, 128, None, None])
+    assert found["thresholds"] == [1 if invariant else 128] * 4
 
 
 @pytest.mark.parametrize("engine", ["vllm", "vllm-backend"])
 def test_contracts_are_what_this_version_does(engine: str) -> None:
-    stored = json.loads((ROOT / "tests" / "contracts" / f"{engine}-{VERSION}.json").read_text())
-    assert probe("recorded", engine, mode="") == stored["calls"]
+    file = json.loads((ROOT / "tests" / "contracts" / f"{engine}.json").read_text())
+    assert probe("recorded", engine, mode="") == [file["calls"][i] for i in file["versions"][VERSION]]
+
+
+def test_flash_attention_is_patched_where_it_is_imported() -> None:
+    found = probe("flash_attn")
+    assert len(found) >= 5 and all(found.values())
+    assert {one for modules in found.values() for one in modules} == {"rawmla.engines.plug_in"}
+
+
+def test_flash_attention_is_called_as_recorded() -> None:
+    file = json.loads((ROOT / "tests" / "contracts" / "flash_attn" / "vllm.json").read_text())
+    assert probe("recorded_flash_attn", mode="") == [file["calls"][i] for i in file["versions"][VERSION]]

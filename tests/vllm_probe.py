@@ -6,6 +6,7 @@ vLLM is imported on the CPU as tests/contracts/record.py does it. Prints what it
 
 from __future__ import annotations
 
+import inspect
 import json
 import multiprocessing
 import os
@@ -21,7 +22,9 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1] / name) for name in ("te
 import torch  # noqa: E402
 from contracts import record  # noqa: E402
 
-IMPORTERS = (  # what imports FlashMLA's names, in vLLM 0.33.0
+from rawmla.engines import source  # noqa: E402
+
+IMPORTERS = (  # what imports FlashMLA's names, in one version or another
     "vllm.v1.attention.backends.mla.flashmla",
     "vllm.v1.attention.backends.mla.flashmla_sparse",
     "vllm.v1.attention.backends.mla.sparse_swa",
@@ -29,22 +32,34 @@ IMPORTERS = (  # what imports FlashMLA's names, in vLLM 0.33.0
     "vllm.models.deepseek_v41.nvidia.flashmla",
     "vllm.models.deepseek_v41.nvidia.flash_mla_mega_attn",
     "vllm.models.hy_v4.nvidia.flashmla_sparse",
+    "vllm.model_executor.layers.deepseek_v4_attention",
 )
+FLASH_ATTN_IMPORTERS = (  # some of what imports FlashAttention's, in one version or another
+    "vllm.v1.attention.backends.fa_utils",
+    "vllm.v1.attention.backends.flash_attn",
+    "vllm.v1.attention.backends.mla.flashattn_mla",
+    "vllm.v1.attention.backends.flash_attn_diffkv",
+    "vllm.v1.attention.backends.mla.flashattn_mla_sparse",
+    "vllm.v1.attention.backends.mla.prefill.flash_attn",
+)
+
+
+def importers(names: tuple[str, ...] = IMPORTERS) -> list[str]:
+    """What this version has of them."""
+    return [name for name in names if source.file_of(name)]
 
 
 def names() -> dict[str, list[str]]:
     """Per module of vLLM, which of the replaced names are rawmla's there."""
     from rawmla.engines.vllm import ENGINE
 
+    described, _ = ENGINE.modules
     found = {}
-    for module in (ENGINE.module, *IMPORTERS):
+    for module in (*described.paths, *importers()):
         values = vars(import_module(module))
-        found[module] = [
-            name
-            for name in ENGINE.replaced
-            if name in values and values[name].__module__.startswith("rawmla.")
-        ]
-        kept = [name for name in ENGINE.replaced if name in values and name not in found[module]]
+        there = [name for name in described.replaced if name in values]
+        found[module] = [name for name in there if values[name].__module__.startswith("rawmla.")]
+        kept = [name for name in there if name not in found[module]]
         assert not kept, (module, kept)
     return found
 
@@ -62,12 +77,37 @@ def before() -> Any:
 def after() -> Any:
     """The plug-in after all importers have bound vLLM's own names."""
     record.vllm_without_gpu()
-    for module in IMPORTERS:
+    for module in importers():
         import_module(module)
     from rawmla.engines.vllm import register
 
     register()
     return names()
+
+
+def flash_attn() -> Any:
+    """The same of FlashAttention's names: half of the importers came before the plug-in."""
+    from rawmla.engines.vllm import ENGINE, register
+
+    _, module_of_names = ENGINE.modules
+    record.vllm_without_gpu("vllm.vllm_flash_attn._vllm_fa3_C")
+    modules = importers(FLASH_ATTN_IMPORTERS)
+    for number, module in enumerate(modules):
+        if number == len(modules) // 2:
+            register()
+        import_module(module)
+    found = {}
+    for module in (str(module_of_names.path), *modules):
+        values = [vars(import_module(module)).get(name) for name in module_of_names.replaced]
+        found[module] = [value.__module__ for value in values if value is not None]
+    return found
+
+
+def recorded_flash_attn() -> Any:
+    """Calls of FlashAttention recorded anew."""
+    from contracts import record_flash_attn
+
+    return record_flash_attn.record_vllm().calls
 
 
 def fp8() -> Any:
@@ -104,7 +144,7 @@ def backends() -> Any:
     queue = context.Queue()
     process = context.Process(target=_paths, args=(queue, members))
     process.start()
-    paths = queue.get(timeout=120)
+    paths = queue.get(timeout=240)
     process.join()
     found = {}
     for name, member in members.items():
@@ -161,9 +201,9 @@ def same_results() -> Any:
     from rawmla.engines.vllm_backend import RawMLAImpl, RawMLASparseImpl
 
     dense = record.DENSE_CASES | {"no RoPE columns": (3, 1, 6, 1, False, torch.bfloat16, 0)}
-    sparse = record.SPARSE_CASES | {
-        f"no RoPE columns, {kind}": (6, 2, 1, 3, kind, 0) for kind in ("auto", "fp8_ds_mla")
-    }
+    sparse = record.sparse_cases()
+    if "q_head_size" in inspect.getsource(FlashMLASparseImpl):  # which is 512 without RoPE columns
+        sparse |= {f"no RoPE columns, {kind}": (6, 2, 1, 3, kind, 0) for kind in ("auto", "fp8_ds_mla")}
     record.numbers, record.TOPK = random_numbers, 64
     differences = {}
     for layer, theirs, ours, cases in (
@@ -200,6 +240,8 @@ def _difference(one: Any, other: Any) -> float:
 def preparation() -> Any:
     """What the builders load and what the layers reserve: calls of `warmup`, and bytes."""
     record.vllm_without_gpu()
+    from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+
     import rawmla
     from rawmla.engines import vllm_backend
     from rawmla.kernels.operations import specs_of
@@ -217,8 +259,13 @@ def preparation() -> Any:
     reserved = []
     empty = torch.empty
     torch.empty = lambda size, **options: reserved.append(size) if "device" in options else empty(size)
+    # A layer in vLLM's profile run.
+    some = torch.zeros(1)
+    layer = SimpleNamespace(chunked_prefill_workspace_size=1, num_heads=1, qk_nope_head_dim=1, v_head_dim=1)
     config = SimpleNamespace(
         model_config=SimpleNamespace(dtype=torch.bfloat16, max_model_len=65536), speculative_config=None,
+        parallel_config=SimpleNamespace(decode_context_parallel_size=1),
+        attention_config=SimpleNamespace(hisparse_config=None),
         scheduler_config=SimpleNamespace(max_num_seqs=256, max_num_batched_tokens=8192),
     )  # fmt: skip
     thresholds = []
@@ -226,15 +273,18 @@ def preparation() -> Any:
         for fp8 in (False, True):
             builder_class = getattr(vllm_backend, f"{kind}MetadataBuilder")
             parent = builder_class.__mro__[1]
-            parent.__init__ = lambda self, *_, _name=name, _fp8=fp8: setattr(self, _name, _fp8)
+            made = {name: fp8, "vllm_config": config, "reorder_batch_threshold": 128}
+            parent.__init__ = lambda self, *_, _made=made: vars(self).update(_made)
             builder = builder_class(SimpleNamespace(head_size=576), [], config, torch.device("cuda:0"))
             thresholds.append(builder.reorder_batch_threshold)
             impl = object.__new__(getattr(vllm_backend, f"{kind}Impl"))
             impl.num_heads, impl.dcp_world_size, impl._vllm_config = 16, 1, config
             impl.kv_cache_dtype = "fp8" if fp8 else "auto"
             impl.topk_indices_buffer = empty(1, 2048)
-            impl.reserve_workspace()
-    return {"loaded": loaded, "reserved": reserved, "thresholds": thresholds}
+            layer.impl = impl
+            MLAAttention.forward_impl(layer, some, some, some, some, None, output=some)
+    ours = [size for size in reserved if isinstance(size, int)]  # vLLM's own have three dimensions
+    return {"loaded": loaded, "reserved": ours, "thresholds": thresholds}
 
 
 if __name__ == "__main__":

@@ -463,7 +463,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) mha_decode(const __gri
         mbarrier_init_fence();
     }
     prefetch_lengths(params);
-    griddepcontrol_wait();
+    if (!params.runs_beside) griddepcontrol_wait();
     griddepcontrol_launch_dependents();
     if (wg == 0 && warp_idx == 0) {
         const Share share = params.is_whole ? whole_pair(params, blockIdx.x) : share_of_cta(params);
@@ -476,4 +476,5 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) mha_decode(const __gri
     } else {
         BlockLoader(params, smem).run();
     }
+    if (params.runs_beside) griddepcontrol_wait();  // the end of this kernel is the end of both
 }

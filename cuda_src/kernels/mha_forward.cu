@@ -65,11 +65,7 @@
 using OwnKeys = ListKeys;
 #elif PAGE_ROWS
 #include "mha/row_pages.cuh"
-#if PAGE_PIECES
-using OwnKeys = RowPieces;
-#else
 using OwnKeys = RowPages;
-#endif
 #else
 using OwnKeys = ArrayKeys;
 #endif

@@ -8,10 +8,10 @@ import sys
 from typing import Any
 
 try:
-    from torch.compiler import is_compiling
+    from torch.compiler import is_dynamo_compiling
 except ImportError:  # CuPy arrays need no torch
 
-    def is_compiling() -> bool:
+    def is_dynamo_compiling() -> bool:
         return False
 
 
@@ -32,7 +32,7 @@ class Usage:
 
     def note(self, form: str, q: Any, cache: Any) -> None:
         """Count a call that has been made; `form` says whose way of calling it was."""
-        if is_compiling():  # the count would be a guard, and every call compiled anew
+        if is_dynamo_compiling():  # the count would be a guard, and every call compiled anew
             return
         calls = self.calls
         self.calls = calls + 1

@@ -50,10 +50,11 @@ def examine() -> Diagnosis:
     variables = [(name, os.environ[name]) for name in sorted(names) if name in os.environ]
     found.sections["environment variables"] = variables or [("none", "of RAWMLA_*, VLLM_*, SGLANG_PLUGINS")]
     found.sections["plug-ins"] = []
-    for engine in _ENGINES:
-        _examine_plug_in(engine, versions[engine.distribution], found)
-    _examine_flash_mla(versions, found)
     works = report.collect()
+    can_run = not dict(works["what works"])["run kernels"].startswith("no: ")
+    for engine in _ENGINES:
+        _examine_plug_in(engine, versions[engine.distribution], can_run, found)
+    _examine_flash_mla(versions, found)
     found.sections.update({title: works[title] for title in ("packages", "GPU", "what works")})
     conflicts = [text for label, text in works["packages"] if label == "conflict"]
     found.problems.extend(conflicts)
@@ -75,12 +76,12 @@ def _recognised(engine: Engine | None, version: str | None) -> str:
     if engine is None:
         return f"{version}, imports flash_mla"
     if engine.is_tested(version):
-        return f"{version}, recognised"
-    return f"{version}, not recognised: rawmla knows {', '.join(engine.tested)}"
+        return f"{version}, tested"
+    return f"{version}, not tested: rawmla was tested with {', '.join(engine.tested)}"
 
 
-def _examine_plug_in(engine: Engine, version: str | None, found: Diagnosis) -> None:
-    """Is the entry point seen, is it switched on, and would it do what it was asked for?"""
+def _examine_plug_in(engine: Engine, version: str | None, can_run: bool, found: Diagnosis) -> None:
+    """Is the entry point seen, is it switched on, and does it do what it was asked for?"""
     seen = [point for point in metadata.entry_points(group=engine.group) if point.name == PLUG_IN]
     mode = os.environ.get(engine.variable, "")
     allowed = os.environ.get(engine.filter)
@@ -100,28 +101,34 @@ def _examine_plug_in(engine: Engine, version: str | None, found: Diagnosis) -> N
         )
     if mode and not chosen:
         problems.append(f"{engine.filter} leaves the plug-in out: add {PLUG_IN} to it, or unset it")
-    if mode == "backend" and version is not None and not engine.is_tested(version):
-        problems.append(
-            f"{engine.variable}=backend needs {engine.title} {', '.join(engine.tested)}: use patch, which "
-            "checks names and parameters"
-        )
     found.problems.extend(problems)
-    if problems:
-        replaced = "nothing, or not all that was asked for: see below"
-    elif mode:
-        replaced = f"{', '.join(engine.replaced)} of {engine.module}"
-        if mode == "backend":
-            rows.append((f"{engine.title} backends", f"{', '.join(vllm.BACKENDS)} would be rawmla's"))
-        if not engine.is_tested(version):
-            found.hints.append(
-                f"{engine.title} {version} was not tested: names and parameters are compared at start, and "
-                "if one differs, a warning in its log says so and nothing is replaced"
-            )
-    else:
-        replaced = f"nothing: {engine.variable} is not set"
+    if not mode:
+        rows.append((f"{engine.title} replaced", f"nothing: {engine.variable} is not set"))
         if version is not None:
             found.hints.append(f"To use rawmla in {engine.title}: {engine.line}")
-    rows.append((f"{engine.title} would replace", replaced))
+    elif problems or not can_run:
+        rows.append((f"{engine.title} replaced", "nothing that works: see below"))
+    else:
+        _examine_names(engine, mode, found)
+        if not engine.is_tested(version):
+            found.hints.append(
+                f"{engine.title} {version} was not tested: names and parameters were compared, nothing else"
+            )
+
+
+def _examine_names(engine: Engine, mode: str, found: Diagnosis) -> None:
+    """What is replaced, and what is refused since its names or parameters are others?"""
+    asked = [
+        (f"{', '.join(module.replaced)} of {module.path or module.paths[0]}", engine.refusal([module]))
+        for module in engine.modules
+    ]
+    if mode == "backend":
+        asked.append((f"attention backends {', '.join(vllm.BACKENDS)}", engine.refusal(engine.backends)))
+    for what, reason in asked:
+        label = "replaced" if reason is None else "refused"
+        found.sections["plug-ins"].append((f"{engine.title} {label}", what))
+        if reason is not None:
+            found.problems.append(reason)
 
 
 def _examine_torch(versions: dict[str, str | None], mixed: bool, found: Diagnosis) -> None:

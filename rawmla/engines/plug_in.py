@@ -1,10 +1,65 @@
-"""A record of an engine for its plug-in: replaced functions, tested versions, and the switch."""
+"""A record of an engine for its plug-in: what is replaced, tested versions, and the switch."""
 
 from __future__ import annotations
 
-import inspect
-from types import ModuleType
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import update_wrapper
+from typing import Any, NamedTuple
+
+from rawmla.environment import version_of
+
+from .source import call_with, file_of, find, methods_of, unserved
+
+
+class Module(NamedTuple):
+    """A module of an engine, with the names that rawmla replaces and those that it calls."""
+
+    paths: tuple[str, ...]
+    """Where versions of the engine have it. The first one that exists is used."""
+    replaced: Mapping[str, str]
+    """Functions and classes, with what takes their place, as "module:name". Of classes, the methods that both
+    have are compared.
+    """
+    called: Mapping[str, str] = {}
+    """Functions and "Class.method"s, with the parameters that rawmla gives."""
+    goes_on: bool = False
+    """The functions return NotImplemented for calls that go on to the engine's own ones."""
+
+    @property
+    def path(self) -> str | None:
+        """Where this environment has the module."""
+        return next((path for path in self.paths if file_of(path) is not None), None)
+
+    def differences(self) -> str:
+        """Names that are missing, or with the parameters that do not fit; empty if there are none."""
+        if self.path is None:
+            return f"{' or '.join(self.paths)} (missing)"
+        different = [f"{name} ({', '.join(unfit)})" for name, unfit in self._compared(self.path) if unfit]
+        return f"in {self.path}, {', '.join(dict.fromkeys(different))}" if different else ""
+
+    def _compared(self, path: str) -> Iterator[tuple[str, list[str]]]:
+        """Each name with its parameters that do not fit."""
+        for name, by in self.replaced.items():
+            module, _, own_name = by.partition(":")
+            ours, theirs = find(module, own_name), find(path, name)
+            assert ours is not None, by
+            yield name, unserved(ours, theirs)
+            for method in methods_of(ours):
+                overridden = find(path, f"{name}.{method}")
+                if overridden is not None:
+                    yield f"{name}.{method}", unserved(find(module, f"{own_name}.{method}"), overridden)
+        for name, parameters in self.called.items():
+            yield name, unserved(find(path, name), call_with(parameters))
+
+
+def or_original(ours: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls rawmla's, and the engine's own where that returns NotImplemented."""
+
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        results = ours(*args, **kwargs)
+        return original(*args, **kwargs) if results is NotImplemented else results
+
+    return update_wrapper(replacement, original, assigned=("__name__", "__qualname__"), updated=())
 
 
 class Engine(NamedTuple):
@@ -13,11 +68,9 @@ class Engine(NamedTuple):
     title: str
     distribution: str
     tested: tuple[str, ...]
-    """Versions whose calls are recorded in tests/contracts."""
-    module: str
-    """The engine's module whose names are replaced."""
-    replaced: dict[str, str | None]
-    """Names that are replaced, with their parameters in the tested versions; None: a class."""
+    """Versions whose calls are recorded in tests/contracts, the oldest first."""
+    modules: tuple[Module, ...]
+    """Modules whose names are replaced: in each of them all, or none."""
     variable: str
     """The environment variable that turns the plug-in on, by one of `modes`."""
     modes: tuple[str, ...]
@@ -27,26 +80,21 @@ class Engine(NamedTuple):
     """The engine's variable that names the plug-ins to load."""
     line: str
     """How to start the engine with the plug-in."""
+    backends: tuple[Module, ...] = ()
+    """Modules on which the attention backends of the mode "backend" are built."""
 
     def is_tested(self, version: str | None) -> bool:
         """Whether the version is in `tested`; what follows "+" names only what it was built for."""
         return version is not None and version.partition("+")[0] in self.tested
 
-    def refusal(self, version: str | None, module: ModuleType) -> str | None:
-        """Why the names of `module` may not be replaced in this version; None: they may."""
-        if self.is_tested(version):
-            return None
-        different = [name for name in self.replaced if not self._is_known(module, name)]
+    def refusal(self, modules: Sequence[Module]) -> str | None:
+        """Why rawmla may not be used with these modules of the installed version; None: it may."""
+        different = "; ".join(filter(None, (module.differences() for module in modules)))
         if not different:
             return None
+        version = version_of(self.distribution) or "of unknown version"
+        instead = f"Set {self.variable}=patch, or install" if modules is self.backends else "Install"
         return (
-            f"{self.title} {version or 'of unknown version'} is not one that rawmla was tested with "
-            f"({', '.join(self.tested)}), and in {self.module} these are missing or have other parameters: "
-            f"{', '.join(different)}. Unset {self.variable}, or use a tested version"
+            f"{self.title} {version} has other names or parameters than rawmla expects: {different}. "
+            f"{instead} a tested version: {', '.join(self.tested)}"
         )
-
-    def _is_known(self, module: ModuleType, name: str) -> bool:
-        value, parameters = getattr(module, name, None), self.replaced[name]
-        if parameters is None:
-            return isinstance(value, type)
-        return callable(value) and ", ".join(inspect.signature(value).parameters) == parameters

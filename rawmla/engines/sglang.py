@@ -1,9 +1,10 @@
 """The plug-in for SGLang. `register` is an entry point of the group sglang.srt.plugins; the variable
 RAWMLA_SGLANG turns it on.
 
-SGLang's dense, DSA and DeepSeek-V4 backends call FlashMLA through three functions of one module of theirs,
-which have argument orders of their own. "patch" hooks those three by SGLang's HookRegistry. What the module
-exports besides is of Blackwell alone, but for the class of plan objects: rawmla takes objects of any class.
+SGLang's dense, DSA and DeepSeek-V4 backends call FlashMLA through three functions of one module, which have
+argument orders of their own. "patch" hooks those three by SGLang's HookRegistry. The other functions of the
+module are for Blackwell alone, and its class of plan objects stays, since rawmla takes objects of any class.
+"patch" also hooks the function by which the fa3 backend calls FlashAttention.
 """
 
 from __future__ import annotations
@@ -16,24 +17,26 @@ from typing import Any
 
 from rawmla.environment import version_of
 
-from .plug_in import Engine
+from .plug_in import Engine, Module
 
+_NAMES = ("get_mla_metadata", "flash_mla_with_kvcache", "flash_mla_sparse_fwd")
 ENGINE = Engine(
     title="SGLang",
     distribution="sglang",
-    tested=("0.5.23",),
-    module="sglang.kernels.ops.attention.flash_mla_interface",
-    replaced={
-        "get_mla_metadata": (
-            "cache_seqlens, num_q_tokens_per_head_k, num_heads_k, num_heads_q, is_fp8_kvcache, topk"
+    tested=("0.5.19", "0.5.20", "0.5.21", "0.5.22", "0.5.23"),
+    modules=(
+        Module(
+            paths=("sglang.kernels.ops.attention.flash_mla_interface", "sgl_kernel.flash_mla"),
+            replaced={name: f"rawmla.compat.sgl_kernel:{name}" for name in _NAMES},
         ),
-        "flash_mla_with_kvcache": (
-            "q, k_cache, block_table, cache_seqlens, head_dim_v, tile_scheduler_metadata, num_splits, "
-            "softmax_scale, causal, descale_q, descale_k, is_fp8_kvcache, indices, attn_sink, extra_k_cache, "
-            "extra_indices_in_kvcache, topk_length, extra_topk_length, kv_format, use_legacy"
+        Module(
+            paths=("sglang.kernels.ops.attention.flash_attention",),
+            replaced={
+                "flash_attn_with_kvcache": "rawmla.compat.sglang_flash_attn:flash_attn_with_kvcache",
+            },
+            goes_on=True,
         ),
-        "flash_mla_sparse_fwd": "q, kv, indices, sm_scale, d_v, attn_sink, topk_length, use_legacy",
-    },
+    ),
     variable="RAWMLA_SGLANG",
     modes=("patch",),
     group="sglang.srt.plugins",
@@ -48,49 +51,42 @@ _registered = False
 def register() -> None:
     """Entry point: do what RAWMLA_SGLANG says. Unset or empty: nothing.
 
-    Raises nothing: whatever is not as expected is one warning, and SGLang is left as it is.
+    Raises nothing: if something is not as expected, there is one warning, and SGLang keeps its own.
     """
     global _registered
     mode = os.environ.get(ENGINE.variable, "")
     if not mode or _registered:
         return
-    try:
-        reason = f"{ENGINE.variable}: expected patch, got {mode!r}" if mode != "patch" else _refusal()
-        if reason is None:
-            _hook()
-    except Exception as error:  # an engine must start all the same
-        reason = f"{type(error).__name__}: {error}"
-    if reason is not None:
-        _log.warning("rawmla: SGLang is left as it is. %s", reason)
-        return
     _registered = True
-    names, version = ", ".join(ENGINE.replaced), version_of("sglang") or "?"
-    _log.info("rawmla: %s of %s are rawmla's now (SGLang %s)", names, ENGINE.module, version)
+    if mode not in ENGINE.modes:
+        _log.warning("rawmla: SGLang is left as it is. %s: expected patch, got %r", ENGINE.variable, mode)
+        return
+    for module in ENGINE.modules:
+        try:
+            reason = ENGINE.refusal([module])
+            if reason is None:
+                _hook(module)
+        except Exception as error:  # an engine must start all the same
+            reason = f"{type(error).__name__}: {error}"
+        if reason is not None:
+            _log.warning("rawmla: SGLang's %s is left as it is. %s", module.paths[0], reason)
 
 
-def _refusal() -> str | None:
-    """Why the functions may not be hooked; None: they may.
-
-    SGLang's module imports flash_mla. Where none is installed, rawmla's takes its place.
+def _hook(module: Module) -> None:
+    """Hook the functions of a module. SGLang's own imports flash_mla: where none is installed, rawmla's takes
+    its place.
     """
     if util.find_spec("flash_mla") is None:
         from rawmla.compat import install_flash_mla
 
         install_flash_mla()
-    version = version_of("sglang")
-    try:
-        module = import_module(ENGINE.module)
-    except ImportError as error:
-        return f"{ENGINE.module} of SGLang {version or 'of unknown version'} cannot be imported: {error}"
-    return ENGINE.refusal(version, module)
-
-
-def _hook() -> None:
+    import_module(str(module.path))  # or SGLang would report for each name that this fails
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    hooks = (_get_mla_metadata, _flash_mla_with_kvcache, _flash_mla_sparse_fwd)
-    for name, hook in zip(ENGINE.replaced, hooks, strict=True):
-        HookRegistry.register(f"{ENGINE.module}.{name}", hook, HookType.AROUND)
+    for name in module.replaced:
+        HookRegistry.register(f"{module.path}.{name}", _HOOKS[name], HookType.AROUND)
+    names = ", ".join(module.replaced)
+    _log.info("rawmla: %s of %s are rawmla's now (SGLang %s)", names, module.path, version_of("sglang"))
 
 
 # ---- the hooks, around the functions of SGLang. Dense decoding over an FP8 cache, which rawmla does not
@@ -128,3 +124,18 @@ def _flash_mla_sparse_fwd(original: Callable[..., Any], *args: Any, **kwargs: An
     from rawmla.compat import sgl_kernel
 
     return sgl_kernel.flash_mla_sparse_fwd(*args, **kwargs)
+
+
+def _flash_attn_with_kvcache(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    from rawmla.compat import sglang_flash_attn
+
+    results = sglang_flash_attn.flash_attn_with_kvcache(*args, **kwargs)
+    return original(*args, **kwargs) if results is NotImplemented else results
+
+
+_HOOKS: dict[str, Callable[..., Any]] = {
+    "get_mla_metadata": _get_mla_metadata,
+    "flash_mla_with_kvcache": _flash_mla_with_kvcache,
+    "flash_mla_sparse_fwd": _flash_mla_sparse_fwd,
+    "flash_attn_with_kvcache": _flash_attn_with_kvcache,
+}

@@ -6,17 +6,20 @@ query in its two parts without concatenation, batch invariance, kernels loaded b
 captured, and memory that vLLM's profile sees. Writing the cache, prefill by multi-head attention, and the
 exchange under context parallelism stay vLLM's. The parents' names are kept, since vLLM decides by them.
 
-Written against vLLM 0.33.0 (vllm/v1/attention/backends/mla/flashmla.py and flashmla_sparse.py).
+Their parents are in vllm/v1/attention/backends/mla/flashmla.py and flashmla_sparse.py. `rawmla.engines.vllm`
+compares names and parameters before this module is imported.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 from typing import Any
 
 import torch
 import vllm.envs as envs
 from vllm.config import get_current_vllm_config
-from vllm.v1.attention.backend import max_decode_query_len
+from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.v1.attention.backends.mla.flashmla import (
     FlashMLABackend,
     FlashMLAImpl,
@@ -27,10 +30,7 @@ from vllm.v1.attention.backends.mla.flashmla_sparse import (
     FlashMLASparseImpl,
     FlashMLASparseMetadataBuilder,
 )
-from vllm.v1.attention.backends.utils import (
-    reshape_attn_output_for_spec_decode,
-    reshape_query_for_spec_decode,
-)
+from vllm.v1.attention.backends.utils import reshape_attn_output_for_spec_decode
 from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
 import rawmla
@@ -85,7 +85,7 @@ class RawMLAMetadataBuilder(FlashMLAMetadataBuilder):
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        _decode_only_what_is_decoding(self, vllm_config)
+        _decode_only_what_is_decoding(self)
         if not self.is_fp8_kvcache:
             rawmla.warmup(
                 "dense_decode",
@@ -107,7 +107,7 @@ class RawMLAImpl(FlashMLAImpl):
         """Take once, in vLLM's memory profile, what the largest decode call takes."""
         if not is_quantized_kv_cache(self.kv_cache_dtype):
             config = self._vllm_config
-            tokens = config.scheduler_config.max_num_seqs * max_decode_query_len(config)
+            tokens = config.scheduler_config.max_num_seqs * _decode_tokens(config.speculative_config)
             heads = self.num_heads * self.dcp_world_size
             _reserve(tokens, heads, config.model_config.max_model_len, _dtype_of(config))
 
@@ -121,9 +121,8 @@ class RawMLAImpl(FlashMLAImpl):
             )
             return result
         decode = attn_metadata.decode
-        q = reshape_query_for_spec_decode(_split(q), attn_metadata.num_decodes)
         out, lse = rawmla.flash_mla_with_kvcache(
-            _as_argument(q),
+            _by_request(q, attn_metadata.num_decodes),
             kv_c_and_k_pe_cache.unsqueeze(-2),
             decode.block_table,
             decode.seq_lens,
@@ -158,7 +157,7 @@ class RawMLASparseMetadataBuilder(FlashMLASparseMetadataBuilder):
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        _decode_only_what_is_decoding(self, vllm_config)
+        _decode_only_what_is_decoding(self)
         tokens = vllm_config.scheduler_config.max_num_batched_tokens
         if envs.VLLM_BATCH_INVARIANT and self.use_fp8_kv_cache and tokens > MAX_BATCH:
             raise ValueError(
@@ -231,10 +230,11 @@ class RawMLASparseImpl(FlashMLASparseImpl):
         topk_length: torch.Tensor | None = None,
         actual_num_heads: int | None = None,
         out: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """The parent's, without padding: q [T, h, d_qk], rows [..., d_qk], topk_indices [T, topk].
 
-        q and `out` may have more heads than the model: their first ones count.
+        q and `out` may have more heads than the model: their first ones count. Returns out, and lse where the
+        parent does, which is since vLLM 0.29.
         """
         heads = q.shape[1] if actual_num_heads is None else actual_num_heads
         out, _, lse = rawmla.flash_mla_sparse_fwd(
@@ -247,15 +247,48 @@ class RawMLASparseImpl(FlashMLASparseImpl):
             log_base="e",
             enable_batch_invariant=envs.VLLM_BATCH_INVARIANT,
         )
-        return out, lse
+        return (out, lse) if _PARENT_RETURNS_LSE else out
 
 
-def _decode_only_what_is_decoding(builder: Any, vllm_config: Any) -> None:
+_PARENT_RETURNS_LSE = (
+    "actual_num_heads" in inspect.signature(FlashMLASparseImpl._bf16_flash_mla_kernel).parameters
+)
+
+
+def _decode_only_what_is_decoding(builder: Any) -> None:
     """Under batch invariance, short prefills are no decodes: vLLM decodes them only if all requests of the
     batch have one length.
     """
     if envs.VLLM_BATCH_INVARIANT:
-        builder.reorder_batch_threshold = max_decode_query_len(vllm_config)
+        builder._init_reorder_batch_threshold(
+            1, supports_spec_as_decode=True, supports_dcp_with_varlen=builder.reorder_batch_threshold > 1
+        )
+
+
+def _decode_tokens(speculative_config: Any) -> int:
+    """Return the query tokens of a request that decodes: one, and those that were drafted for it."""
+    if speculative_config is None:
+        return 1
+    places = 2 if speculative_config.parallel_drafting else 1
+    return 1 + places * (speculative_config.num_speculative_tokens or 0)
+
+
+def _reserve_in_profile(forward: Any) -> Any:
+    """Wrap a layer's `forward_impl` of vLLM before 0.33, which does not call `reserve_workspace`."""
+
+    @functools.wraps(forward)
+    def forward_impl(
+        layer: Any, q: Any, k_c: Any, k_pe: Any, cache: Any, metadata: Any, *more: Any, **by: Any
+    ) -> Any:
+        if metadata is None and isinstance(layer.impl, (RawMLAImpl, RawMLASparseImpl)):
+            layer.impl.reserve_workspace()
+        return forward(layer, q, k_c, k_pe, cache, metadata, *more, **by)
+
+    return forward_impl
+
+
+if not hasattr(FlashMLAImpl, "reserve_workspace"):
+    MLAAttention.forward_impl = _reserve_in_profile(MLAAttention.forward_impl)
 
 
 def _dtype_of(vllm_config: Any) -> str:
@@ -270,8 +303,19 @@ class _SplitQuery:
         self.parts = nope, rope
         self.shape = torch.Size((*nope.shape[:-1], nope.shape[-1] + rope.shape[-1]))
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """As a tensor's, like the rest."""
+        return self.parts[0].dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.parts[0].device
+
+    def new_empty(self, *size: Any, **options: Any) -> torch.Tensor:
+        return self.parts[0].new_empty(*size, **options)
+
     def dim(self) -> int:
-        """As of a tensor, like the rest."""
         return len(self.shape)
 
     def size(self, axis: int) -> int:
@@ -297,6 +341,16 @@ def _split(q: Any) -> Any:
         return q
     nope, rope = q
     return _SplitQuery(nope, rope) if rope.shape[-1] else nope
+
+
+def _by_request(q: Any, requests: int) -> Any:
+    """Return a query of vLLM, [T, h, d_qk] or the pair of its parts, as rawmla takes it: [b, s_q, h, ...]."""
+    nope, rope = q if isinstance(q, tuple) else (q, None)
+    tokens = nope.shape[0] // requests
+    nope = nope.view(requests, tokens, *nope.shape[1:])
+    if rope is None or not rope.shape[-1]:
+        return nope
+    return nope, rope.view(requests, tokens, *rope.shape[1:])
 
 
 def _as_argument(q: Any) -> Any:

@@ -12,12 +12,23 @@ from .mha_forward_variants import PAGE_ROWS
 _ALIGNMENT = 128
 
 
+def decode_tokens(group: int) -> int:
+    """Return how many query tokens of a request decoding alone is meant for, with `group` heads a KV head."""
+    return max(TILE_ROWS[-1] // group, 1)
+
+
+def reads_pages(block_size: int) -> bool:
+    """Whether dense attention can read pages of this size."""
+    return block_size % PAGE_ROWS == 0
+
+
 class PreparedCached:
     """The launches of a call, which take ``scratch_bytes`` of scratch; 0: none.
 
     Requests with more query rows than a tile of decoding has go to dense attention, which loads keys once for
     128 of them. With segments the host does not know which requests these are: both kernels run, and each
-    leaves the other's requests alone. New tokens are appended by decoding, which runs first.
+    leaves the other's requests alone. Decoding fills the SMs that dense attention leaves, unless it has new
+    tokens to append: then it runs first.
     """
 
     def __init__(
@@ -29,10 +40,10 @@ class PreparedCached:
         arrays. ``capturing`` as in `rawmla.jit.get_kernel`.
         """
         group = call.h_q // call.h_kv
-        most_tokens = max(TILE_ROWS[-1] // group, 1)
-        self._decode = self._forward = None
-        self._decode_bytes = 0
-        fits = not paged or call.block_size % PAGE_ROWS == 0
+        most_tokens = decode_tokens(group)
+        self._launches: list[Callable[[int, tuple[int, ...], int, int], None]] = []
+        self._decode_bytes = self.scratch_bytes = 0
+        fits = not paged or reads_pages(call.block_size)
         if (
             serves_long
             and fits
@@ -43,27 +54,29 @@ class PreparedCached:
             if not call.varlen_q:
                 most_tokens = 0
             self._forward = PreparedMhaForward(_forward_call(call, paged, most_tokens), capturing)
-            call = call._replace(most_tokens=most_tokens)
-        if self._forward is None or call.seqlen_new or most_tokens:
-            self._decode = PreparedMhaDecode(call, capturing)
-            self._decode_bytes = ceil_div(self._decode.scratch_bytes, _ALIGNMENT) * _ALIGNMENT
-        self.scratch_bytes = self._decode_bytes
-        if self._forward is not None:
-            self.scratch_bytes += self._forward.scratch_bytes
+            self.scratch_bytes = self._forward.scratch_bytes
+            self._launches.append(self._launch_forward)
+            call = call._replace(most_tokens=most_tokens, runs_beside=not call.seqlen_new)
+        if not self._launches or call.seqlen_new or most_tokens:
+            decode = PreparedMhaDecode(call, capturing)
+            self._decode_bytes = ceil_div(decode.scratch_bytes, _ALIGNMENT) * _ALIGNMENT
+            self.scratch_bytes += self._decode_bytes
+            self._launches.insert(0 if call.seqlen_new else 1, decode.launch)
 
     def launch(self, stream: int, addresses: tuple[int, ...], scratch: int, cache_length: int) -> None:
         """Enqueue the kernels; arguments as of `PreparedMhaDecode.launch`."""
-        if self._decode is not None:
-            self._decode.launch(stream, addresses, scratch, cache_length)
-        if self._forward is not None:
-            given = MhaDecodeAddresses(*addresses)
-            places = MhaForwardAddresses(
-                given.q, given.k_cache, given.v_cache, given.out, given.lse, given.cu_seqlens_q,
-                given.cu_seqlens_k, 0, given.cache_seqlens, given.attn_sink, given.alibi_slopes,
-                given.block_table,
-            )  # fmt: skip
-            scratch += self._decode_bytes
-            self._forward.launch(stream, places, scratch, given.cache_batch_idx, given.cu_seqlens_k_new)
+        for launch in self._launches:
+            launch(stream, addresses, scratch, cache_length)
+
+    def _launch_forward(self, stream: int, addresses: tuple[int, ...], scratch: int, _: int) -> None:
+        given = MhaDecodeAddresses(*addresses)
+        places = MhaForwardAddresses(
+            given.q, given.k_cache, given.v_cache, given.out, given.lse, given.cu_seqlens_q,
+            given.cu_seqlens_k, 0, given.cache_seqlens, given.attn_sink, given.alibi_slopes,
+            given.block_table,
+        )  # fmt: skip
+        scratch += self._decode_bytes
+        self._forward.launch(stream, places, scratch, given.cache_batch_idx, given.cu_seqlens_k_new)
 
 
 def _forward_call(call: MhaDecodeCall, paged: bool, skip_tokens: int) -> MhaForwardCall:

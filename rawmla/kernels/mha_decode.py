@@ -71,6 +71,7 @@ class MhaDecodeCall(NamedTuple):
     alibi_stride_b: int = 0
     most_tokens: int = 2**31 - 1  # longer requests have no results, but new tokens
     is_whole: bool = False  # one order of sums, whatever the batch
+    runs_beside: bool = False  # launched after dense attention, and starts before it ends
 
 
 class MhaDecodeAddresses(NamedTuple):
@@ -119,7 +120,7 @@ PARAMS = ParamStruct(
     U32("block_magic"),
     I32("window_left", "window_right"),
     I32("rotary_dim", "rotary_rows", "rotary_interleaved", "rotates_by_token"),
-    I32("alibi_stride_b", "sink_dtype", "max_tiles", "most_tokens", "is_whole"),
+    I32("alibi_stride_b", "sink_dtype", "max_tiles", "most_tokens", "is_whole", "runs_beside"),
     F32("scale_log2", "score_scale"),
 )
 
@@ -269,7 +270,7 @@ class PreparedMhaDecode:
                 "rotary_rows",
                 "rotary_interleaved",
             ),
-            **fields(call, "rotates_by_token", "alibi_stride_b", "most_tokens", "is_whole"),
+            **fields(call, "rotates_by_token", "alibi_stride_b", "most_tokens", "is_whole", "runs_beside"),
             group=group,
             team=team,
             heads_of_cta=call.h_kv // team,

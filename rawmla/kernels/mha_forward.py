@@ -16,7 +16,7 @@ from .mha_combine import PreparedCombine, num_splits, state_bytes
 from .mha_forward_variants import (
     WARPGROUP_ROWS,
     Tile,
-    box_of,
+    box_rows,
     flex_spec,
     is_slow,
     pages_of,
@@ -26,7 +26,7 @@ from .mha_forward_variants import (
     tile_of,
 )
 from .paged_cache import PagedCache, cache_params, page_maps
-from .tensor_maps import NO_MAP, TensorMaps, head_map, pieces_map
+from .tensor_maps import NO_MAP, TensorMaps, head_map
 
 if TYPE_CHECKING:
     from .mha_backward import BackwardCall
@@ -295,10 +295,8 @@ def _maps(
 
     def of_keys(address: int, d: int, strides: tuple[int, int, int]) -> bytes:
         if call.rows is not None:
-            box = box_of(call.d_qk, call.d_v, tile_keys, call.rows.in_pieces(tile_keys))
-            make = pieces_map if box.all_columns else head_map
-            sizes = (call.h_kv, call.rows.block_size, call.rows.num_blocks)
-            return make(address, call.dtype, d, box.tokens, *sizes, strides)
+            box, tokens = box_rows(tile_keys, call.rows.in_pieces(tile_keys)), call.rows.block_size
+            return head_map(address, call.dtype, d, box, call.h_kv, tokens, call.rows.num_blocks, strides)
         if cache is not None and cache.own_in_cache:
             return NO_MAP
         tokens = max(1, call.total_k)

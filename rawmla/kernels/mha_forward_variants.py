@@ -113,26 +113,15 @@ def rows_spec(
     dtype: str, d_qk: int, d_v: int, window: bool, softcap: bool, alibi: bool, in_pieces: bool
 ) -> jit.KernelSpec:
     """The variant for a cache of rows; ``in_pieces``: its blocks do not have the keys of a tile whole."""
+    d_qk, d_v = padded(d_qk), padded(d_v)
     tile = tile_of(d_qk, d_v, softcap or alibi)
     features = {"WINDOW": window, "SOFTCAP": softcap, "ALIBI": alibi}
-    box = box_of(d_qk, d_v, tile.keys, in_pieces)
-    return _variant(dtype, padded(d_qk), padded(d_v), tile, features, box=box)
+    return _variant(dtype, d_qk, d_v, tile, features, page_rows=box_rows(tile.keys, in_pieces))
 
 
-class Box(NamedTuple):
-    """What of a cache of rows is copied together."""
-
-    tokens: int  # 0: there is no cache of rows
-    all_columns: bool  # or 64
-
-
-NO_BOX = Box(0, False)
-
-
-def box_of(d_qk: int, d_v: int, tile_keys: int, in_pieces: bool) -> Box:
-    """The box of a cache of rows. Columns past the last one would be the next head's."""
-    has_chunks = d_qk % CHUNK == d_v % CHUNK == 0 and max(d_qk, d_v) > CHUNK
-    return Box(PAGE_ROWS, has_chunks) if in_pieces else Box(tile_keys, False)
+def box_rows(tile_keys: int, in_pieces: bool) -> int:
+    """The tokens of a cache of rows that are copied together."""
+    return PAGE_ROWS if in_pieces else tile_keys
 
 
 def flex_spec(
@@ -156,7 +145,7 @@ def _variant(
     tile: Tile,
     features: dict[str, bool],
     pages: Pages = NO_CACHE,
-    box: Box = NO_BOX,
+    page_rows: int = 0,
     headers: tuple[tuple[str, str], ...] = (),
 ) -> jit.KernelSpec:
     """The variant with a tile, for head dimensions that `padded` returned."""
@@ -176,8 +165,7 @@ def _variant(
             ("OUT_BUFFER", out_buffer),
             ("OUT_FP8", pages.out_fp8),
             ("PAGED", pages.source),
-            ("PAGE_PIECES", box.all_columns),
-            ("PAGE_ROWS", box.tokens),
+            ("PAGE_ROWS", page_rows),
             ("TILE_KEYS", tile.keys),
             *(_FEATURES | features).items(),
         ),

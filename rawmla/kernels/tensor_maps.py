@@ -53,22 +53,3 @@ def head_map(
         steps = (head, token, head * group, batch)
         box = (CHUNK, group, rows // group, 1, 1)
     return jit.tensor_map(address, dtype, dims, steps, box, "128b", "256b")
-
-
-def pieces_map(
-    address: int,
-    dtype: str,
-    d: int,
-    rows: int,
-    heads: int,
-    tokens: int,
-    batches: int,
-    strides: tuple[int, int, int],
-) -> bytes:
-    """The tensor map of an array of heads: boxes of all columns, a multiple of 64, and ``rows`` tokens.
-
-    In shared memory a box has its columns 64 by 64.
-    """
-    batch, token, head = (2 * stride for stride in strides)
-    dims, steps = (CHUNK, tokens, d // CHUNK, heads, batches), (token, 2 * CHUNK, head, batch)
-    return jit.tensor_map(address, dtype, dims, steps, (CHUNK, rows, d // CHUNK, 1, 1), "128b", "256b")

@@ -14,7 +14,7 @@ from ..call.checks import as_bool, as_int, as_softmax_scale, check_groups, show,
 from ..call.frameworks import Fields, NewArray
 from ..call.memo import Memo
 from ..kernels.common import FLOAT_DTYPES
-from ..kernels.mha_cached import PreparedCached
+from ..kernels.mha_cached import PreparedCached, decode_tokens, reads_pages
 from ..kernels.mha_decode import MhaDecodeCall
 from ..kernels.mha_forward import NO_BOUND
 from .arguments import (
@@ -165,6 +165,19 @@ def attend_cache(arrays: CacheArrays, options: CacheOptions) -> tuple[Any, Any]:
             length if has_length else NO_BOUND,
         )
     return out, lse
+
+
+def takes_any_tokens(is_fp8: bool, block_size: int) -> bool:
+    """Whether calls over such pages are meant for requests with any number of query tokens."""
+    return not is_fp8 and reads_pages(block_size)
+
+
+def most_decode_tokens(h_q: int, h_kv: int) -> int:
+    """Return for how many query tokens of a request calls over other pages are meant.
+
+    With more they are as exact, but read the keys again for every few tokens.
+    """
+    return decode_tokens(h_q // h_kv)
 
 
 _REQUIRED = frozenset(("q", "k_cache", "v_cache"))

@@ -4,7 +4,8 @@ ENGINE is vllm, sglang, or vllm-backend (rawmla's own attention backends in vLLM
 and torch, but no GPU and no compiled extension. The engine's own code is driven on the CPU with small
 metadata, and FlashMLA's functions are replaced by ones that write down shape, dtype, strides and storage
 offset of every tensor, and every other argument. tests/gpu/test_engine_contracts.py repeats the calls on a
-GPU with exactly those views. The files are tests/contracts/ENGINE-VERSION.json; docs/engines.md says more.
+GPU with exactly those views. The files are tests/contracts/ENGINE.json, which hold every call once and, for
+each version, the numbers of its calls; docs/engines.md says more.
 
 vLLM is imported: what it would load from CUDA extensions is replaced by empty modules, and the platform says
 that the GPU is an H200. Kernels around attention (index conversion, gathering) are replaced by functions
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import importlib
 import importlib.util
 import inspect
 import json
@@ -28,6 +30,8 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
+
+from rawmla.engines import sglang, source
 
 CONTRACTS = Path(__file__).resolve().parent
 PAGE = 64
@@ -145,6 +149,17 @@ def paged(num_blocks: int, page: int, row: int, dtype: torch.dtype, block_stride
     return numbers(num_blocks, stride, dtype=dtype)[:, : page * row].view(num_blocks, page, row)
 
 
+def call(function: Callable[..., Any], /, **values: Any) -> Any:
+    """Call an engine's function with those of the values that this version of it takes."""
+    known = inspect.signature(function).parameters
+    return function(**{name: value for name, value in values.items() if name in known})
+
+
+def first_module(*names: str) -> Any:
+    """The first of these modules that this version of vLLM has; None: it has none of them."""
+    return next((importlib.import_module(name) for name in names if source.file_of(name)), None)
+
+
 def file_of(kind: type) -> str:
     """The file of a class, from its package on."""
     return kind.__module__.replace(".", "/") + ".py"
@@ -166,10 +181,14 @@ SGLANG_PLAN = "seqlens_k num_q_tokens_per_head_k h_k h_q is_fp8_kvcache topk use
 # ---- vLLM
 
 
-def vllm_without_gpu() -> Any:
-    """Make vLLM importable on a CPU, as if its GPU was an H200; returns its FlashMLA module."""
-    stub_module("vllm._C_stable_libtorch")
-    stub_module("vllm.vllm_flash_attn")
+def vllm_without_gpu(flash_attn: str = "vllm.vllm_flash_attn") -> Any:
+    """Make vLLM importable on a CPU, as if its GPU was an H200; returns its FlashMLA module.
+
+    `flash_attn` is the module that is empty instead of loading FlashAttention's extension.
+    """
+    for extension in ("_C", "_C_stable_libtorch"):
+        stub_module(f"vllm.{extension}")
+    stub_module(flash_attn)
     import vllm._custom_ops
     import vllm.platforms
     from vllm.platforms.cuda import NonNvmlCudaPlatform
@@ -203,7 +222,7 @@ def record_vllm() -> Recorder:
 
     for name, case in DENSE_CASES.items():
         vllm_dense(recorder, flashmla.FlashMLAImpl, name, *case)
-    for name, sparse_case in (SPARSE_CASES | HY_V4_CASES).items():
+    for name, sparse_case in (sparse_cases() | ({} if first_module(HY_V4) is None else HY_V4_CASES)).items():
         vllm_sparse(recorder, flashmla_sparse.FlashMLASparseImpl, name, *sparse_case)
     vllm_v4(recorder)
     return recorder
@@ -223,7 +242,7 @@ def record_vllm_backend() -> Recorder:
 
     for name, case in DENSE_CASES.items():
         vllm_dense(recorder, vllm_backend.RawMLAImpl, name, *case)
-    for name, sparse_case in SPARSE_CASES.items():
+    for name, sparse_case in sparse_cases().items():
         vllm_sparse(recorder, vllm_backend.RawMLASparseImpl, name, *sparse_case)
     return recorder
 
@@ -248,10 +267,19 @@ SPARSE_CASES: dict[str, tuple[Any, ...]] = {
     "bf16 cache, 128 heads": (128, 4, 1, 0, "auto"),
     "bf16 cache, pages of other layers between blocks": (64, 4, 1, 0, "hybrid"),
 }
+HY_V4 = "vllm.models.hy_v4.nvidia.flashmla_sparse"
 HY_V4_CASES = {
     "HY-V4, FP8 cache, 16 heads, sinks": (16, 3, 1, 2, "fp8_ds_mla"),
     "HY-V4, bf16 cache, 16 heads, sinks": (16, 3, 1, 2, "auto"),
 }
+
+
+def sparse_cases() -> dict[str, tuple[Any, ...]]:
+    """Cases of sparse models that this version has: before 0.29 it took no bf16 cache with gaps."""
+    from vllm.v1.attention.backends.mla import flashmla_sparse
+
+    gaps = hasattr(flashmla_sparse, "flat_kv_row_view")
+    return {name: case for name, case in SPARSE_CASES.items() if gaps or case[-1] != "hybrid"}
 
 
 def vllm_dense(
@@ -274,7 +302,11 @@ def vllm_dense(
     starts = torch.arange(b + 1, dtype=torch.int32) * s_q
     recorder.at("vllm/v1/attention/backends/mla/flashmla.py FlashMLAMetadataBuilder._build_decode", name)
     table = int32(32, 16)[:b]
-    decode = builder._build_decode(table, int32(32)[:b], 1024, starts, starts, b * s_q, s_q, None)
+    decode = call(
+        builder._build_decode, block_table_tensor=table, seq_lens_device=int32(32)[:b], max_seq_len=1024,
+        query_start_loc_cpu=starts, query_start_loc_device=starts, num_decode_tokens=b * s_q,
+        max_query_len=s_q, dcp_tot_seq_lens_device=None,
+    )  # fmt: skip
     impl = object.__new__(impl_class)
     impl.kv_cache_dtype, impl.kv_lora_rank, impl.scale = "auto", 512, 0.1147
     impl.need_to_return_lse_for_decode = ranks > 1
@@ -285,7 +317,7 @@ def vllm_dense(
     recorder.at(f"{file_of(impl_class)} {impl_class.__name__}.forward_mqa", name)
     batch = SimpleNamespace(decode=decode, num_decodes=b)
     out, lse = impl.forward_mqa(query if ranks == 1 else torch.cat(query, -1), cache, batch, None)
-    return out, lse if ranks > 1 else None
+    return out, lse.reshape(out.shape[:2]) if ranks > 1 else None
 
 
 def vllm_sparse(
@@ -300,7 +332,6 @@ def vllm_sparse(
     rope: int = 64,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """forward_mqa of an implementation, or of HY-V4's with sinks; returns out and lse."""
-    from vllm.models.hy_v4.nvidia import flashmla_sparse as hy_v4
     from vllm.v1.attention.backends.mla import flashmla_sparse
 
     def concat(nope: torch.Tensor, rope: torch.Tensor, out: torch.Tensor) -> None:
@@ -319,7 +350,7 @@ def vllm_sparse(
     flashmla_sparse.triton_convert_req_index_to_global_index = convert
     decode_tokens, fp8 = decodes * s_q, kind == "fp8_ds_mla"
     tokens, padded = decode_tokens + prefill, -(-heads // 64) * 64
-    kind_of_impl = hy_v4.HYV4FlashMLASparseImpl if name in HY_V4_CASES else impl_class
+    kind_of_impl = first_module(HY_V4).HYV4FlashMLASparseImpl if name in HY_V4_CASES else impl_class
     impl = object.__new__(kind_of_impl)
     impl.num_heads, impl.kv_cache_dtype = heads, kind if fp8 else "auto"
     impl.kv_lora_rank, impl.q_head_size = 512, 576 if fp8 else 512 + rope
@@ -336,12 +367,17 @@ def vllm_sparse(
     if fp8:
         shapes += [(256, 576), (64, padded, 576), (64, padded, 512), (64, heads, 512)]
     impl.workspace_specs = [(shape, torch.bfloat16) for shape in shapes]
+    # Older versions keep the workspaces.
+    impl.q_concat_buffer = torch.zeros(64, heads, impl.q_head_size, dtype=torch.bfloat16)
+    impl.prefill_bf16_workspace = torch.zeros(256, 576, dtype=torch.bfloat16)
     row, dtype = (656, torch.uint8) if fp8 else (impl.q_head_size, torch.bfloat16)
     cache = paged(40, PAGE, row, dtype, (PAGE + 16) * row if kind == "hybrid" else None)
 
     builder = object.__new__(flashmla_sparse.FlashMLASparseMetadataBuilder)
     builder.max_model_len_tensor, builder.dummy_block_table = int32(32), int32(32, 1)
     builder.pcp_dcp_kv_gather = False
+    builder.fp8_decode_padded_heads, builder.topk_tokens = impl.fp8_decode_padded_heads, TOPK
+    builder.topk_tokens_tensor = int32(32)
     file = "vllm/v1/attention/backends/mla/flashmla_sparse.py"
     recorder.at(f"{file} FlashMLASparseMetadataBuilder.build", name)
     mixed = heads < flashmla_sparse.MIN_HEADS_FOR_BF16_PREFILL
@@ -350,7 +386,7 @@ def vllm_sparse(
         num_decode_tokens=decode_tokens, num_actual_tokens=tokens, fp8_use_mixed_batch=mixed,
     )  # fmt: skip
     if fp8 and mixed:
-        batch.fp8_extra_metadata = builder._build_fp8_mixed_decode_prefill()
+        batch.fp8_extra_metadata = call(builder._build_fp8_mixed_decode_prefill, common_attn_metadata=batch)
     elif fp8:
         batch.fp8_extra_metadata = _separate(flashmla_sparse, builder, decodes, s_q, prefill)
     recorder.at(f"{file_of(kind_of_impl)} {kind_of_impl.__name__}.forward_mqa", name)
@@ -375,23 +411,30 @@ def _separate(module: Any, builder: Any, decodes: int, s_q: int, prefill: int) -
     )  # fmt: skip
     if prefill:
         tokens = slice(decodes * s_q, decodes * s_q + prefill)
-        chunk = both.Prefill.Chunk(tokens, int32(1, 16), 0, int32(1), 200)
-        made.prefill = both.Prefill(int32(64), int32(1), [chunk])
+        starts = int32(1)
+        chunk = call(
+            both.Prefill.Chunk, tokens_slice=tokens, block_table=int32(1, 16), req_start_idx=0,
+            workspace_starts=starts, chunk_tot_seqlen=200, seq_lens=None,
+        )  # fmt: skip
+        made.prefill = call(
+            both.Prefill, request_ids=int32(64), workspace_starts=starts, chunks=[chunk], seq_lens=None
+        )
     return made
 
 
 def vllm_v4(recorder: Recorder) -> None:
     """_forward_decode and _forward_prefill of DeepSeek-V4's and V4.1's attention layers."""
-    from vllm.models.deepseek_v4.nvidia import flashmla as v4
-    from vllm.models.deepseek_v41.nvidia import flashmla as v41
 
-    for module in (v4, v41):
-        module.dequantize_and_gather_k_cache = lambda *args, **kwargs: None
-        module.compute_global_topk_indices_and_lens = lambda indices, *rest: (
-            torch.zeros_like(indices),
-            int32(len(indices)),
-        )
-        module.combine_topk_swa_indices = lambda *args, out, **kwargs: out
+    def combine(indices: torch.Tensor, *rest: Any, out: Any = None, **_: Any) -> Any:
+        if out is None:
+            *_, window, _, topk, _, _ = rest
+            out = int32(len(indices), topk + window), int32(len(indices))
+        return out
+
+    v4 = first_module(
+        "vllm.models.deepseek_v4.nvidia.flashmla", "vllm.model_executor.layers.deepseek_v4_attention"
+    )
+    v41 = first_module("vllm.models.deepseek_v41.nvidia.flashmla")
     cases = {  # name: (module, ratio, heads)
         "V4, window alone": (v4, 1, 64),
         "V4, ratio 4": (v4, 4, 64),
@@ -399,8 +442,17 @@ def vllm_v4(recorder: Recorder) -> None:
         "V4.1, window alone": (v41, 0, 64),
         "V4.1, ratio 2, 584-byte records": (v41, 2, 64),
     }
+    kinds = ("DeepseekV4FlashMLAAttention", "DeepseekV4FlashMLASparseImpl", "DeepseekV4MLAAttention")
     for name, (module, ratio, heads) in cases.items():
-        _v4_layer(recorder, module.DeepseekV4FlashMLAAttention, name, ratio, heads, alone="alone" in name)
+        if module is not None:
+            module.dequantize_and_gather_k_cache = lambda *args, **kwargs: None
+            module.compute_global_topk_indices_and_lens = lambda indices, *rest: (
+                torch.zeros_like(indices),
+                int32(len(indices)),
+            )
+            module.combine_topk_swa_indices = combine
+            kind = next(getattr(module, one) for one in kinds if hasattr(module, one))
+            _v4_layer(recorder, kind, name, ratio, heads, alone="alone" in name)
 
 
 def _v4_layer(recorder: Recorder, kind: Any, name: str, ratio: int, heads: int, *, alone: bool) -> None:
@@ -413,7 +465,7 @@ def _v4_layer(recorder: Recorder, kind: Any, name: str, ratio: int, heads: int, 
     layer = SimpleNamespace(
         compress_ratio=ratio, swa_cache_layer=SimpleNamespace(kv_cache=swa), scale=0.0442,
         attn_sink=torch.zeros(heads), topk_indices_buffer=int32(64, 512), window_size=window,
-        max_image_tokens=0, max_num_batched_tokens=64, PREFILL_CHUNK_SIZE=4,
+        max_image_tokens=0, max_num_batched_tokens=64, PREFILL_CHUNK_SIZE=4, max_model_len=96 * max(ratio, 1),
         _prefill_num_heads=min(heads, 16),
     )  # fmt: skip
     wide = int32(64, 256)  # of which the step needs 128 columns
@@ -435,14 +487,14 @@ def _v4_layer(recorder: Recorder, kind: Any, name: str, ratio: int, heads: int, 
     site = f"{file_of(kind)} {kind.__name__}"
     q, output = (torch.zeros(tokens, heads, 512, dtype=torch.bfloat16) for _ in range(2))
     recorder.at(f"{site}._forward_decode", name)
-    arguments = {"q": q[:decodes], "kv_cache": own, "swa_metadata": batch, "swa_only": alone}
-    arguments |= {"attn_metadata": None if alone else attn, "output": output[:decodes]}
-    known = inspect.signature(kind._forward_decode).parameters
-    kind._forward_decode(layer, **{key: value for key, value in arguments.items() if key in known})
+    call(
+        kind._forward_decode, self=layer, layer=layer, q=q[:decodes], kv_cache=own, swa_metadata=batch,
+        swa_only=alone, attn_metadata=None if alone else attn, output=output[:decodes],
+    )  # fmt: skip
     recorder.at(f"{site}._forward_prefill", name)
-    kind._forward_prefill(
-        layer, q=q[decodes:], positions=None, compressed_k_cache=own, swa_k_cache=swa,
-        output=output[decodes:], attn_metadata=None if alone else attn, swa_metadata=batch,
+    call(
+        kind._forward_prefill, self=layer, layer=layer, q=q[decodes:], positions=None, compressed_k_cache=own,
+        swa_k_cache=swa, output=output[decodes:], attn_metadata=None if alone else attn, swa_metadata=batch,
     )  # fmt: skip
 
 
@@ -482,14 +534,24 @@ def record_sglang(root: Path) -> Recorder:
     }
     stub_module("flash_mla", **names)
     stub_module("flash_mla.flash_mla_interface", FlashMLASchedMeta=Plan)
-    name = "sglang.kernels.ops.attention.flash_mla_interface"
-    spec = importlib.util.spec_from_file_location(name, root / (name.replace(".", "/") + ".py"))
-    assert spec is not None and spec.loader is not None
-    interface = importlib.util.module_from_spec(spec)
-    sys.modules[name] = interface  # methods import it by this name; its packages are not needed for that
-    spec.loader.exec_module(interface)
-    for package in ("sglang", "sglang.kernels", "sglang.kernels.ops", "sglang.kernels.ops.attention"):
-        stub_module(package, __path__=[])
+    module = sglang.ENGINE.modules[0]
+    own, older = module.paths
+    file = root / (own.replace(".", "/") + ".py")
+    # Methods import it by this name. Its packages are not needed for that.
+    for path in (own, older):
+        for end in range(path.count(".")):
+            stub_module(".".join(path.split(".")[: end + 1]), __path__=[])
+    if file.exists():
+        spec = importlib.util.spec_from_file_location(own, file)
+        assert spec is not None and spec.loader is not None
+        interface = importlib.util.module_from_spec(spec)
+        sys.modules[own] = interface
+        spec.loader.exec_module(interface)
+    else:  # what the plug-in puts in the place of an extension's module
+        from rawmla.compat import sgl_kernel as interface
+
+        vars(interface).update(flash_mla_interface=SimpleNamespace(**names), FlashMLASchedMeta=Plan)
+        sys.modules[older] = interface
     sglang_dense(recorder, root, interface)
     sglang_dsa(recorder, root)
     sglang_v4(recorder, interface)
@@ -499,7 +561,8 @@ def record_sglang(root: Path) -> Recorder:
 def sglang_dense(recorder: Recorder, root: Path, interface: Any) -> None:
     """FlashMLABackend.forward_decode, and forward_extend where it verifies drafts."""
     file = "sglang/srt/layers/attention/flashmla_backend.py"
-    pages = alone(root / "sglang/srt/mem_cache/layout/paged_view.py", "paged_view")
+    view = root / "sglang/srt/mem_cache/layout/paged_view.py"
+    pages = alone(view, "paged_view") if view.exists() else None
     names = {
         "PAGE_SIZE": PAGE, "paged_view": pages, "flash_mla_with_kvcache": interface.flash_mla_with_kvcache,
         "get_parallel": lambda: SimpleNamespace(dcp_enabled=False),
@@ -522,11 +585,14 @@ def sglang_dense(recorder: Recorder, root: Path, interface: Any) -> None:
         cache = torch.zeros(40 * PAGE, 1, 576, dtype=torch.bfloat16)
         backend = SimpleNamespace(
             is_fp8_kvcache=False, forward_metadata=metadata, kv_lora_rank=512, num_draft_tokens=s_q,
+            kv_cache_dim=576, dcp_world_size=1,
             token_to_kv_pool=SimpleNamespace(get_key_buffer=lambda layer, cache=cache: cache),
         )  # fmt: skip
         layer = SimpleNamespace(tp_q_head_num=heads, head_dim=576, v_head_dim=512, scaling=0.1147, layer_id=0)
         mode = SimpleNamespace(is_draft_extend_v2=lambda: False)
-        batch = SimpleNamespace(batch_size=b, seq_lens=torch.zeros(b, dtype=torch.int64), forward_mode=mode)
+        batch = SimpleNamespace(
+            batch_size=b, seq_lens=torch.zeros(b, dtype=torch.int64), forward_mode=mode, out_cache_loc=None
+        )
         method = "forward_decode" if s_q == 1 else "forward_extend"
         recorder.at(f"{file} FlashMLABackend.{method}", name)
         q = torch.zeros(b * s_q, heads * 576, dtype=torch.bfloat16)
@@ -543,8 +609,9 @@ def sglang_dsa(recorder: Recorder, root: Path) -> None:
     for heads in (16, 128):
         b, padded = 4, 64 if heads <= 64 else 128
         backend = SimpleNamespace(
-            flashmla_kv_num_q_heads=padded, dsa_index_topk=2048, physical_page_size=PAGE, kv_cache_dim=656,
-            dsa_kv_cache_store_fp8=True, flashmla_kv_format=None, device_sm_major=9, _sink_pad_cache={},
+            flashmla_kv_num_q_heads=padded, dsa_index_topk=2048, physical_page_size=PAGE, real_page_size=PAGE,
+            kv_cache_dim=656, dsa_kv_cache_store_fp8=True, flashmla_kv_format=None, device_sm_major=9,
+            _sink_pad_cache={},
         )  # fmt: skip
         name = f"FP8 cache, {heads} heads"
         recorder.at(f"{file} {kind}._compute_flashmla_metadata", name)
@@ -559,7 +626,10 @@ def sglang_dsa(recorder: Recorder, root: Path) -> None:
         recorder.at(f"{file} {kind}._forward_flashmla_sparse", f"bf16 rows, {heads} heads")
         rows = torch.zeros(600, 1, 576, dtype=torch.bfloat16)
         sink = torch.zeros(heads) if heads == 16 else None
-        prefill(backend, q, rows, 512, int32(b, 2048), 0.1147, int32(b), sink)
+        call(
+            prefill, self=backend, q_all=q, kv_cache=rows, v_head_dim=512, page_table_1=int32(b, 2048),
+            sm_scale=0.1147, topk_length=int32(b), attn_sink=sink,
+        )  # fmt: skip
 
 
 def sglang_v4(recorder: Recorder, interface: Any) -> None:
@@ -597,28 +667,54 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     parser.add_argument("engine", choices=("vllm", "vllm-backend", "sglang"))
     parser.add_argument("--sources", type=Path, help="folder of SGLang's unpacked wheel")
-    parser.add_argument("--out", type=Path, default=CONTRACTS, help="folder of the file; %(default)s")
+    parser.add_argument("--out", type=Path, default=CONTRACTS, help="folder of the files; %(default)s")
     options = parser.parse_args()
-    name = options.engine.partition("-")[0]
-    path = sys.path if options.sources is None else [str(options.sources)]
-    found = [one for one in metadata.distributions(path=path) if one.name == name]
-    if not found:
-        parser.error(f"{name} is not installed; for SGLang, --sources names its unpacked wheel")
+    found = distribution_of(parser, options.engine.partition("-")[0], options.sources)
     recorders = {
         "vllm": record_vllm,
         "vllm-backend": record_vllm_backend,
-        "sglang": lambda: record_sglang(Path(str(found[0].locate_file("")))),
+        "sglang": lambda: record_sglang(Path(str(found.locate_file("")))),
     }
-    recorder = recorders[options.engine]()
-    version = found[0].version
-    file = options.out / f"{options.engine}-{version}.json"
-    header = {"engine": options.engine, "version": version, "torch": torch.__version__}
-    lines = ",\n".join(json.dumps(call) for call in recorder.calls)
-    fields = ", ".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in header.items())
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(f'{{{fields}, "calls": [\n{lines}\n]}}\n')
-    print(f"{len(recorder.calls)} calls written to {file}")
+    record_into(options.out / f"{options.engine}.json", found.version, recorders[options.engine]())
     return 0
+
+
+def distribution_of(
+    parser: argparse.ArgumentParser, name: str, sources: Path | None
+) -> metadata.Distribution:
+    """The engine, installed or in the folder of an unpacked wheel."""
+    path = sys.path if sources is None else [str(sources)]
+    found = [one for one in metadata.distributions(path=path) if one.name == name]
+    if not found:
+        parser.error(f"{name} is not installed; for SGLang, --sources names its unpacked wheel")
+    return found[0]
+
+
+def record_into(file: Path, version: str, recorder: Recorder) -> None:
+    """Store what was recorded, and say so."""
+    store(file, version, recorder.calls)
+    print(f"{len(recorder.calls)} calls of version {version} written to {file}")
+
+
+def stored(file: Path) -> dict[str, list[dict[str, Any]]]:
+    """The calls of each version."""
+    if not file.exists():
+        return {}
+    content = json.loads(file.read_text())
+    return {name: [content["calls"][i] for i in numbers] for name, numbers in content["versions"].items()}
+
+
+def store(file: Path, version: str, calls: list[dict[str, Any]]) -> None:
+    """Put the calls of a version into the file, in the place of those that it has of this version."""
+    versions = {**stored(file), version: calls}
+    lines: dict[str, int] = {}
+    numbered = {
+        name: [lines.setdefault(json.dumps(call), len(lines)) for call in versions[name]]
+        for name in sorted(versions, key=lambda name: [int(part) for part in name.split(".")])
+    }
+    parts = ",\n".join(f"{json.dumps(name)}: {numbers}" for name, numbers in numbered.items())
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(f'{{"versions": {{\n{parts}\n}}, "calls": [\n' + ",\n".join(lines) + "\n]}\n")
 
 
 if __name__ == "__main__":

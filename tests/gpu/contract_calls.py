@@ -8,6 +8,7 @@ hold it against the reference without a GPU.
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from math import log
 from pathlib import Path
@@ -40,7 +41,7 @@ class Recorded:
     """One call as an engine made it. `source` is "recorded" or "read": see tests/contracts/record.py."""
 
     engine: str
-    version: str
+    versions: tuple[str, ...]
     site: str
     case: str
     source: str
@@ -51,21 +52,34 @@ class Recorded:
     @property
     def id(self) -> str:
         """For pytest."""
-        return f"{self.engine} {self.version}: {self.case} ({self.site.rsplit('.', 1)[1]}, {self.function})"
+        where = f"{self.site.rsplit('.', 1)[1]}, {self.function}"
+        return f"{self.engine} {self.versions[-1]}: {self.case} ({where})"
 
 
-def recorded() -> list[Recorded]:
-    """All calls of all files."""
+def recorded(folder: Path = CONTRACTS) -> list[Recorded]:
+    """All calls of all files, each once with the versions that make it."""
     found = []
-    for path in sorted(CONTRACTS.glob("*.json")):
+    for path in sorted(folder.glob("*.json")):
         file = json.loads(path.read_text())
-        found += [Recorded(file["engine"], file["version"], **call) for call in file["calls"]]
+        for i, call in enumerate(file["calls"]):
+            versions = tuple(name for name, numbers in file["versions"].items() if i in numbers)
+            found.append(Recorded(path.stem, versions, **call))
     return found
 
 
 def attention_calls() -> list[Recorded]:
-    """Those that compute attention; the others make plans."""
-    return [call for call in recorded() if call.function.startswith("flash_mla")]
+    """Those that compute attention; the others make plans. Of calls that differ only in the memory around
+    arrays, or in arguments of None or False, the first.
+    """
+    different: dict[Any, Recorded] = {}
+    for call in recorded():
+        if call.function.startswith("flash_mla"):
+            given = {
+                name: one for name, one in call.arguments.items() if one is not None and one is not False
+            }
+            views = re.sub(r'"elements": \d+, ', "", json.dumps(given, sort_keys=True))
+            different.setdefault((call.engine, call.function, views), call)
+    return list(different.values())
 
 
 def functions_of(record: Recorded) -> Any:

@@ -250,8 +250,11 @@ def flex_calls(place: Place) -> Calls:
     q, k, v = (place(numbers(1, 1, n, D)) for n in (224, 288, 288))
     bias = place(numbers(224, 288))
 
-    def mask(b: Any, h: Any, i: Any, j: Any) -> Any:
+    def is_seen(b: Any, h: Any, i: Any, j: Any) -> Any:
         return bias[i, j] > -1
+
+    # Tracing makes a context of CUDA where there is a GPU. A process that was forked cannot.
+    mask = rawmla.trace_mod(is_seen, "mask_mod")
 
     def lists(lines: int, count: int) -> tuple[Any, Any]:
         """Make counts, of which the first is `count`, and numbers of blocks: each of BLOCKS is in a line."""

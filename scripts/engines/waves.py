@@ -1,0 +1,218 @@
+"""The jobs of each wave."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import product
+from typing import Any
+
+from .jobs import Job
+
+DENSE = (("FLASHMLA", "none"), ("FLASHMLA", "patch"), ("FLASHMLA", "backend"))
+SPARSE = tuple(("FLASHMLA_SPARSE", mode) for _, mode in DENSE)
+GQA = (("FLASH_ATTN", "none"), ("FLASH_ATTN", "patch"))
+TRITON_ATTN = ("TRITON_ATTN", "none")
+Ways = tuple[tuple[str, str], ...]
+"""Backends with rawmla's modes."""
+
+NGRAMS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+VARIATIONS: dict[str, dict[str, Any]] = {
+    "chunked": {"max_num_batched_tokens": 256, "enable_chunked_prefill": True},
+    "caching": {"enable_prefix_caching": True},
+    "speculating": {"speculative_config": NGRAMS},
+}
+IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+INVARIANT = {"VLLM_BATCH_INVARIANT": "1", **IN_PROCESS}
+GIB = 1 << 30
+
+
+def served(
+    model: str, ways: Ways, case: str, what: str = "", kind: str = "short", **options: Any
+) -> Iterator[Job]:
+    """Prompts of one model through each way, in one process with the engine."""
+    group = "-".join(filter(None, (model, what)))
+    for backend, mode in ways:
+        yield Job(
+            name=f"{group}-{backend}-{mode}-{case}",
+            model=model,
+            backend=backend,
+            mode=mode,
+            case=case,
+            tasks={"generate": {"kind": kind, "tokens": 48}},
+            options=options,
+            variables=IN_PROCESS,
+            group=group,
+        )
+
+
+def dense() -> Iterator[Job]:
+    """MLA over 16-bit caches."""
+    for model in ("dense16", "dense128"):
+        yield from served(model, DENSE, "eager")
+        yield from served(model, DENSE, "graphs")
+        yield from served(model, (("FLASH_ATTN_MLA", "none"), ("TRITON_MLA", "none")), "eager")
+    for what, options in VARIATIONS.items():
+        yield from served("dense16", DENSE, "graphs", what, **options)
+    yield from served("dense16", DENSE, "compiled")
+
+
+def dsa() -> Iterator[Job]:
+    """Sparse MLA over FP8 and 16-bit caches."""
+    for model, dtype in (("dsa16", "fp8_ds_mla"), ("dsa64", "fp8_ds_mla"), ("dsa64", "auto")):
+        for case in ("eager", "graphs"):
+            yield from served(model, SPARSE, case, dtype, "long", kv_cache_dtype=dtype)
+    fp8 = {"kv_cache_dtype": "fp8_ds_mla"}
+    for what, options in VARIATIONS.items():
+        yield from served("dsa16", SPARSE, "graphs", f"fp8_ds_mla-{what}", "long", **fp8, **options)
+
+
+def moe() -> Iterator[Job]:
+    """Experts after MLA."""
+    for case in ("eager", "graphs"):
+        yield from served("moe16", DENSE, case)
+
+
+def gqa() -> Iterator[Job]:
+    """Grouped-query attention. An engine may have no FlashAttention-3 for a shape, so Triton's is beside."""
+    for model in ("llama", "qwen", "gemma", "gpt_oss"):
+        yield from served(model, GQA, "eager")
+        yield from served(model, GQA, "graphs")
+        yield from served(model, (TRITON_ATTN,), "eager")
+    for what, options in VARIATIONS.items():
+        yield from served("llama", GQA, "graphs", what, **options)
+    for model, tokens in (("llama", 16), ("gpt_oss", 8)):
+        # So few tokens of a prompt at a time that rawmla's decoding, which reads FP8 caches, attends them.
+        options = {"long_prefill_token_threshold": tokens, "enable_chunked_prefill": True}
+        options |= {"kv_cache_dtype": "fp8"}
+        yield from served(model, (*GQA, TRITON_ATTN), "graphs", "fp8", **options)
+
+
+def invariant() -> Iterator[Job]:
+    """Batch invariance: every prompt alone beside the batch, module by module, and so without the one module
+    of vLLM that is known to depend on the batch.
+    """
+    dense = (("FLASHMLA", "backend"), ("FLASH_ATTN_MLA", "none"), ("TRITON_MLA", "none"))
+    for model, ways in (("dense16", dense), ("llama", GQA)):
+        for pinned, (backend, mode) in product((False, True), ways):
+            group = f"{model}-norm-pinned" if pinned else model
+            yield Job(
+                name=f"{group}-invariant-{backend}-{mode}",
+                model=model,
+                backend=backend,
+                mode=mode,
+                tasks={"invariance": {"kind": "plain", "tokens": 64, "pinned": pinned}},
+                options={"max_num_batched_tokens": 16384},  # no prompt is cut in the batch
+                variables=INVARIANT,
+                group=group,
+            )
+
+
+def thin(layers: int) -> dict[str, Any]:
+    """A dense model with another number of layers and vLLM's dummy weights."""
+    own = {"num_hidden_layers": layers, "first_k_dense_replace": layers}
+    return {"hf_overrides": own, "load_format": "dummy"}
+
+
+def rounds(count: int, ways: Ways) -> Iterator[tuple[int, tuple[str, str]]]:
+    """Every way in turn, several times: a way's restarts are spread over the whole time."""
+    return product(range(count), ways)
+
+
+def host() -> Iterator[Job]:
+    """Host time in eager mode."""
+    for number, (backend, mode) in rounds(3, DENSE):
+        yield Job(
+            name=f"host-{backend}-{mode}-{number}",
+            model="dense16",
+            backend=backend,
+            mode=mode,
+            tasks={"host": {"batch": 16, "context": 128, "steps": 60}},
+            variables=IN_PROCESS,
+            group="host",
+            round=number,
+            alone=True,
+        )
+
+
+def speed(model: str, batches: tuple[int, ...] = (1, 16, 64, 256), context: int = 4000) -> Iterator[Job]:
+    """Decoding with 24 layers, in vLLM's own two processes, with all graphs of decode steps."""
+    ways = (*DENSE, ("FLASH_ATTN_MLA", "none"))
+    pages = -(-(context + 384) // 64)
+    cache = max(batches) * pages * 64 * 1152 * 24
+    options = thin(24) | {"max_num_seqs": max(batches), "kv_cache_memory_bytes": cache + GIB}
+    for number, (backend, mode) in rounds(3, ways):
+        yield Job(
+            name=f"speed-{model}-{backend}-{mode}-{number}",
+            model=model,
+            backend=backend,
+            mode=mode,
+            case="graphs",
+            tasks={
+                "speed": {"batches": list(batches), "context": context, "steps": 24, "traced": not number}
+            },
+            options=options,
+            group=f"speed-{model}",
+            round=number,
+            alone=True,
+        )
+
+
+def speed_gqa() -> Iterator[Job]:
+    """Decoding of Llama's shape: FlashAttention-3's kernels beside rawmla's."""
+    overrides = {"hf_overrides": {"num_hidden_layers": 24}, "load_format": "dummy"}
+    options = overrides | {"max_num_seqs": 64, "kv_cache_memory_bytes": 32 * GIB}
+    for number, (backend, mode) in rounds(3, GQA):
+        yield Job(
+            name=f"speed-llama-{backend}-{mode}-{number}",
+            model="llama",
+            backend=backend,
+            mode=mode,
+            case="graphs",
+            tasks={"speed": {"batches": [1, 16, 64], "context": 4000, "steps": 24, "traced": not number}},
+            options=options,
+            group="speed-llama",
+            round=number,
+            alone=True,
+        )
+
+
+def kernel() -> Iterator[Job]:
+    """FlashMLA's kernel without the engine, and inside one in the same shape; rawmla's beside it."""
+    shape = {"batch": 64, "context": 8192, "heads": 128}
+    for library in ("flash_mla", "rawmla"):
+        tasks = {"kernel": {"library": library, **shape}}
+        yield Job(f"kernel-{library}", "dense128", library, tasks=tasks, group="kernel", alone=True)
+    for backend, mode in (DENSE[0], DENSE[2]):
+        yield Job(
+            name=f"kernel-in-{backend}-{mode}",
+            model="dense128",
+            backend=backend,
+            mode=mode,
+            case="graphs",
+            tasks={"speed": {"batches": [64], "context": 8192, "steps": 12, "traced": True}},
+            options={"max_model_len": 8448, "kv_cache_memory_bytes": 4 * GIB},
+            group="kernel",
+            alone=True,
+        )
+
+
+WAVES: dict[str, Callable[[], Iterator[Job]]] = {
+    "dense": dense,
+    "dsa": dsa,
+    "moe": moe,
+    "gqa": gqa,
+    "invariant": invariant,
+    "host": host,
+    "kernel": kernel,
+    "speed": lambda: speed("dense128"),
+    "speed16": lambda: speed("dense16"),
+    "speed-gqa": speed_gqa,
+}
+SETS = {"correct": ("dense", "dsa", "moe", "gqa", "invariant")}
+"""Several waves under one name."""
+
+
+def jobs(names: list[str]) -> list[Job]:
+    """The jobs of waves, in order."""
+    waves = [wave for name in names for wave in SETS.get(name, (name,))]
+    return [job for wave in waves for job in WAVES[wave]()]
