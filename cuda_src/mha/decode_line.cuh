@@ -64,8 +64,7 @@ __device__ __forceinline__ i64 sum_upto(i64 value) {
     return value;
 }
 
-// The blocks of requests, counted by a warpgroup. A thread has the sum of as many requests as the others, side
-// by side.
+// The blocks of requests, counted by a warpgroup: each thread has the sum of several requests side by side.
 constexpr int kCounts = 128;
 __device__ __forceinline__ void count_blocks(const Params& params, i64 (&counts)[kCounts]) {
     const int thread = threadIdx.x % kCounts, of_thread = ceil_div(params.b, kCounts);
