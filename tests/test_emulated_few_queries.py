@@ -88,6 +88,7 @@ def with_random_lists(case: FlexCase, heads: int) -> FlexInputs:
 
 
 GROUP: dict[str, Any] = {"h_q": 8, "h_kv": 2, "score": "query scale"}
+LARGER = {**GROUP, "h_q": 16, "h_kv": 1}  # of the rows of a thread each has a head of its own
 
 
 @pytest.mark.parametrize(
@@ -95,7 +96,7 @@ GROUP: dict[str, Any] = {"h_q": 8, "h_kv": 2, "score": "query scale"}
     (
         (FlexCase(b=2, **GROUP, s_q=1, s_k=2100), 1, True),
         (FlexCase(b=2, **GROUP, s_q=3, s_k=500, d_qk=128, d_v=128), 1, False),
-        (FlexCase(h_q=16, h_kv=1, score="query scale", s_q=17, s_k=700, d_qk=256, d_v=256, layout="tokens"), 1, False),
+        (FlexCase(**LARGER, s_q=17, s_k=700, d_qk=256, d_v=256, layout="tokens"), 1, False),
         (FlexCase(b=2, **GROUP, s_q=17, s_k=1100, block=(64, 64)), 1, True),
         (FlexCase(b=2, **GROUP, s_q=133, s_k=400, layout="slice"), 1, False),  # 5 tiles, 2 rows of blocks
         (FlexCase(b=1, **GROUP, s_q=70, s_k=400, block=(16, 32)), 1, False),
