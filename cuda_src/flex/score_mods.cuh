@@ -6,8 +6,8 @@
 #include "mha/params.cuh"
 #include "mha/tiles.cuh"
 
-// `heads`, `tokens`: of the thread's two rows. `first_key`: of the block. `partial`: with kMasked, the block is
-// in the lists of partial ones, and the mask function is called.
+// `heads`, `tokens`: of the thread's two rows. `first_key`: of the block. `partial`: with kMasked, the block
+// is in the lists of partial ones, and the mask function is called.
 __device__ __forceinline__ void apply_mods(const Params& params, const Tile& tile, const int (&heads)[2],
                                            const int (&tokens)[2], BlockKind kind, int first_key,
                                            bool partial, Scores& s) {
@@ -21,8 +21,8 @@ __device__ __forceinline__ void apply_mods(const Params& params, const Tile& til
             const int r = (j >> 1) & 1, key = first + ArrayKeys::column_of(j);
             const int kv_idx = min_int(key, kv_len - 1);
             if constexpr (ScoreMod::kIsThere)
-                s[j] = params.score_mod(s[j] * params.score_scale, b, heads[r], q_idx[r], kv_idx, q_len,
-                                        kv_len);
+                s[j] =
+                    params.score_mod(s[j] * params.score_scale, b, heads[r], q_idx[r], kv_idx, q_len, kv_len);
             bool seen = key < kv_len;
             if constexpr (MaskMod::kIsThere)
                 if (kind == BlockKind::kMasked)

@@ -187,7 +187,7 @@ class Consumer : Rows64 {
 #if FLEX
         const int tokens[2] = {token_of(tile, 0), token_of(tile, 1)};
         int heads[2] = {head_of(tile, 0), head_of(tile, 1)};
-        if (!kFlexGrouped) heads[0] = heads[1] = tile.head;
+        if (!kFlexGrouped) heads[0] = heads[1] = tile.head;  // the same for all lanes
         apply_mods(params, tile, heads, tokens, kind, first_key, partial, s);
 #else
         const Span& span = tile.spans[Keys::kSpan];

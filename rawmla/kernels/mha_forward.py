@@ -217,7 +217,7 @@ class PreparedMhaForward:
         splits, self._combine = 1, None
         if mods is None or not mods.max_scores:
             splits = _splits(call, tiles, tile.keys, sms)
-            # Loaded in any case, so that only dtypes, dimensions and flags decide which combine a call needs.
+            # Loaded in any case, so that lengths do not decide whether a call needs it.
             combine = PreparedCombine(call, splits, _rows(call), capturing)
             self._combine = combine if splits > 1 else None
         tiles *= splits
