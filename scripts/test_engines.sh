@@ -19,7 +19,7 @@ if [[ ! $folder/installed -nt ${BASH_SOURCE[0]} ]]; then
     [ -x "$python" ] || uv venv --quiet "$folder"
     install() { uv pip install --quiet --python "$python" "$@"; }
     # torch by exact version first: a bare requirement would bring another build.
-    install torch==2.13.0 torchvision==0.28.0
+    install torch==2.13.0
     install aiohttp blake3 cachetools cbor2 cloudpickle depyf einops fastapi gguf ijson IPython jsonschema llguidance \
         msgspec openai openai-harmony opentelemetry-api orjson partial-json-parser pillow pip prometheus_client \
         prometheus-fastapi-instrumentator protobuf psutil py-cpuinfo pybase64 pydantic python-json-logger pyyaml pyzmq \
