@@ -18,7 +18,7 @@ from rawmla.engines import sglang
 ROOT = Path(__file__).resolve().parents[1]
 MODULE = sglang.ENGINE.modules[0]
 LOAD = """\
-import functools, importlib.util, json, sys, types
+import functools, importlib.machinery, importlib.util, json, sys, types
 from rawmla.engines import sglang
 module = sglang.ENGINE.modules[0]
 if module.path == "sgl_kernel.flash_mla":  # whose package loads libraries
@@ -29,6 +29,11 @@ if module.path == "sgl_kernel.flash_mla":  # whose package loads libraries
 jit = types.ModuleType("sglang.kernels.jit.utils")  # the package looks for C++ files
 jit.cache_once = functools.cache
 sys.modules[jit.__name__] = jit
+io = types.ModuleType("torchvision.io")  # a build of torchvision takes one build of torch
+io.decode_jpeg = None
+sys.modules["torchvision"] = types.ModuleType("torchvision")
+sys.modules["torchvision"].__spec__ = importlib.machinery.ModuleSpec("torchvision", None)
+sys.modules[io.__name__] = io
 from sglang.srt.plugins import load_plugins
 load_plugins(), load_plugins()
 import torch
