@@ -15,7 +15,15 @@ from rawmla.engines import sglang, vllm
 
 torch = pytest.importorskip("torch")
 
-from flash_attn_calls import PASSED_ON, Call, id_of, is_passed_on, recorded  # noqa: E402
+from flash_attn_calls import (  # noqa: E402
+    LONGER_REQUESTS,
+    PASSED_ON,
+    Call,
+    id_of,
+    is_passed_on,
+    of_longer_requests,
+    recorded,
+)
 
 from rawmla.compat import engine_calls, vllm_flash_attn  # noqa: E402
 from rawmla.engines.plug_in import or_original  # noqa: E402
@@ -40,6 +48,12 @@ def test_lse_has_the_sinks_in_it(emulator: Any) -> None:
     """As in vLLM's version 3, whose merges rely on it; SGLang's calls of this kind go on."""
     call = Call(next(one for one in CALLS if one.case == "gpt-oss, sinks, decode"), "cpu")
     call.arguments["return_softmax_lse"] = True
+    call.check(call.run())
+
+
+@pytest.mark.parametrize("case", LONGER_REQUESTS)
+def test_longer_requests_than_expected(case: str, emulator: Any) -> None:
+    call = of_longer_requests(case, "cpu")
     call.check(call.run())
 
 

@@ -473,7 +473,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) mha_decode(const __gri
         named_barrier_sync(NB_MATH, 128);
         if (warp_idx == 0) {
             const Share share =
-                params.is_whole ? whole_pair(params, blockIdx.x) : share_of_cta(params, counts);
+                params.is_whole ? whole_pairs(params, blockIdx.x) : share_of_cta(params, counts);
             if (lane_index() == 0) smem.share = share;
         }
     }
