@@ -252,6 +252,18 @@ def test_many_requests(emulator: Emulator) -> None:
     checked(emulator, make_kvcache_call(case, "cpu"))
 
 
+def test_requests_of_one_length_are_cut_alike(emulator: Emulator) -> None:
+    """Two multiprocessors share the five blocks of a request and a head: equal requests get the same bits."""
+    emulator.sm_count = 8
+    case = KvCacheCase((320, 320), h_q=2, h_kv=2, page=None)
+    inputs = make_kvcache_inputs(case, "cpu")
+    for x in (inputs.q, inputs.k_cache, inputs.v_cache):
+        x[1] = x[0]
+    out, lse = kvcache_call(inputs).run()
+    assert names(emulator) == ["mha_decode", "mha_decode_combine"]
+    assert torch.equal(out[0], out[1]) and torch.equal(lse[0], lse[1])
+
+
 # ---- lists of blocks that a user wrote
 
 
