@@ -264,6 +264,25 @@ def test_requests_of_one_length_are_cut_alike(emulator: Emulator) -> None:
     assert torch.equal(out[0], out[1]) and torch.equal(lse[0], lse[1])
 
 
+def test_decoding_beside_dense_attention(emulator: Emulator) -> None:
+    """Its end need not come first: here decoding runs before it, and the combine after both."""
+    late: list[tuple[Any, ...]] = []
+    run = emulator.run
+
+    def run_late(spec: Any, *launch: Any) -> None:
+        if spec.name == "mha_forward":
+            late.append((spec, *launch))
+            return
+        run(spec, *launch)
+        while late:
+            run(*late.pop())
+
+    case = KvCacheCase((700, 90, 0, 300), q_lengths=(1, 70, 2, 80), h_q=2, h_kv=1, causal=True)
+    with mock.patch.object(emulator, "run", run_late):
+        checked(emulator, make_kvcache_call(case, "cpu"))
+    assert names(emulator) == ["mha_decode", "mha_forward", "mha_decode_combine"]
+
+
 # ---- lists of blocks that a user wrote
 
 
