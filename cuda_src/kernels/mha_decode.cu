@@ -484,5 +484,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) mha_decode(const __gri
     } else {
         BlockLoader(params, smem).run();
     }
-    if (params.runs_beside) griddepcontrol_wait();  // the end of this kernel is the end of both
+    // The end of this kernel is the end of both. Other CTAs leave their SM to those of whole pairs that come
+    // after them.
+    if (params.runs_beside && blockIdx.x == gridDim.x - 1) griddepcontrol_wait();
 }
