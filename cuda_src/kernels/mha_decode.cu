@@ -387,10 +387,10 @@ class Math {
             merge(o, sum);
             if (wg > 0) return;
         }
-        if (walk.begins && walk.ends) {
+        if (walk.begins() && walk.ends()) {
             store_results(params, walk, row_group, rows_address(), o, m, sum, warp_idx, NB_MATH + wg);
         } else {
-            const int part = 2 * blockIdx.x + walk.begins;
+            const int part = 2 * blockIdx.x + walk.begins();
             float4* dst = part_of(params, part, row_group);
 #pragma unroll
             for (int chunk = 0; chunk < kVChunks; ++chunk)

@@ -29,7 +29,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kOwnRows == 8 ? 4 : 2)
     __syncthreads();
     const Share share = share_of_cta(params, counts);
     Walk walk(params, share);
-    const bool has_last_part = share.block > 0 && walk.next(params) && walk.ends;  // of several
+    const bool has_last_part = share.block > 0 && walk.next(params) && walk.ends();  // of several
     griddepcontrol_wait();
     griddepcontrol_launch_dependents();
     if (!has_last_part) return;

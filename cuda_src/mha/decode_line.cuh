@@ -169,7 +169,6 @@ struct Walk {
     // The current pair has these.
     int head, tile;
     int first_block, blocks;
-    bool begins, ends;  // whether the share has the pair's first, and its last block
 
     __device__ __forceinline__ Walk(const Params& params, const Share& share)
         : index(share.request - 1),
@@ -188,12 +187,15 @@ struct Walk {
         tile = pair - of_cta * request.tiles;
         first_block = request.first_block + block;
         blocks = min_int(request.blocks - block, left);
-        begins = block == 0;
-        ends = block + blocks == request.blocks;
         left -= blocks;
         block = 0;
         ++pair;
         return true;
+    }
+    // Whether the share has the pair's first, and its last block.
+    __device__ __forceinline__ bool begins() const { return first_block == request.first_block; }
+    __device__ __forceinline__ bool ends() const {
+        return first_block + blocks == request.first_block + request.blocks;
     }
     // The first row of a group, of kRowGroups, among the rows of its request and KV head.
     __device__ __forceinline__ int first_row(int row_group) const {
