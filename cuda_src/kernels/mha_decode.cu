@@ -387,10 +387,10 @@ class Math {
             merge(o, sum);
             if (wg > 0) return;
         }
-        if (walk.begins && walk.ends) {
+        if (walk.begins() && walk.ends()) {
             store_results(params, walk, row_group, rows_address(), o, m, sum, warp_idx, NB_MATH + wg);
         } else {
-            const int part = 2 * blockIdx.x + walk.begins;
+            const int part = 2 * blockIdx.x + walk.begins();
             float4* dst = part_of(params, part, row_group);
 #pragma unroll
             for (int chunk = 0; chunk < kVChunks; ++chunk)
@@ -484,5 +484,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) mha_decode(const __gri
     } else {
         BlockLoader(params, smem).run();
     }
-    if (params.runs_beside) griddepcontrol_wait();  // the end of this kernel is the end of both
+    // The end of this kernel is the end of both. Other CTAs leave their SM to those of whole pairs that come
+    // after them.
+    if (params.runs_beside && blockIdx.x == gridDim.x - 1) griddepcontrol_wait();
 }

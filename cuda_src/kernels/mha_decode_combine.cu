@@ -15,9 +15,9 @@
 constexpr int kThreads = 128;
 static_assert(kThreads == THREADS, "THREADS is what the launch gives");
 constexpr int kColumns = kVChunks * kAccumulators;  // a thread's numbers of a part
-// Parts whose loads are on their way together: 96 registers for numbers and states. A pair may be cut into as
-// many parts as there are teams.
-constexpr int kPartsAtOnce = max_int(96 / (kColumns + 2 * kThreadRows), 1);
+// Parts whose loads are on their way together: 104 registers for numbers, states and an address of each. A
+// pair may be cut into as many parts as there are teams.
+constexpr int kPartsAtOnce = max_int(104 / (kColumns + 2 * kThreadRows + 1), 1);
 
 extern "C" __global__ void __launch_bounds__(kThreads, kOwnRows == 8 ? 4 : 2)
     mha_decode_combine(const __grid_constant__ Params params) {
@@ -29,7 +29,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kOwnRows == 8 ? 4 : 2)
     __syncthreads();
     const Share share = share_of_cta(params, counts);
     Walk walk(params, share);
-    const bool has_last_part = share.block > 0 && walk.next(params) && walk.ends;  // of several
+    const bool has_last_part = share.block > 0 && walk.next(params) && walk.ends();  // of several
     griddepcontrol_wait();
     griddepcontrol_launch_dependents();
     if (!has_last_part) return;

@@ -84,17 +84,17 @@ class Line {
 #pragma unroll
         for (int i = 0; i < kOfLane; ++i) upto += counts[kOfLane * lane_index() + i];
         upto = sum_upto(upto);
-        const i64 total = __shfl_sync(0xffffffff, upto, 31);
+        total = __shfl_sync(0xffffffff, upto, 31);
         shares = static_cast<int>(total < most_shares ? total : most_shares);
         least = shares == 0 ? 0 : total / shares;
-        longer = static_cast<int>(total - least * shares);
+        rest = static_cast<u32>(total - least * shares);
     }
     // The share of a team; no blocks if there are fewer shares.
     __device__ __forceinline__ Share share(const Params& params, int team) const {
         if (team >= shares) return {0, 0, 0, 0, 0};
-        const i64 first = team * least + min_int(team, longer);
+        const i64 first = begin(team);
         Share found = find(params, first);
-        found.blocks = static_cast<int>(least) + (team < longer);
+        found.blocks = static_cast<int>(begin(team + 1) - first);
         found.pair_begins = share_of(first - found.block);
         return found;
     }
@@ -104,15 +104,19 @@ class Line {
 
     const i64 (&counts)[kCounts];
     i64 upto;    // blocks of the lane's requests and of all before them
+    i64 total;   // blocks
     int shares;  // teams that have some
-    i64 least;   // blocks of a share; the first ones have one more
-    int longer;  // of these
+    i64 least;   // blocks of a share
+    u32 rest;    // shares that have one more
 
-    // The share that has a block.
+    // share * total / shares, the first block of a share, and of `shares` itself the end of the line. Where
+    // each pair is a whole number of shares, pairs of one length are cut in the same way.
+    __device__ __forceinline__ i64 begin(int share) const {
+        return share * least + static_cast<u32>(share) * rest / static_cast<u32>(shares);
+    }
+    // The share that has a block: the last one that begins before the next block.
     __device__ __forceinline__ int share_of(i64 block) const {
-        const i64 rest = block - longer * (least + 1);
-        const bool is_longer = rest < 0;
-        return static_cast<int>((is_longer ? block : rest) / (least + is_longer)) + (is_longer ? 0 : longer);
+        return static_cast<int>(((block + 1) * shares - 1) / total);
     }
     // Where a block of the line is.
     __device__ __forceinline__ Share find(const Params& params, i64 block) const {
@@ -167,7 +171,6 @@ struct Walk {
     // The current pair has these.
     int head, tile;
     int first_block, blocks;
-    bool begins, ends;  // whether the share has the pair's first, and its last block
 
     __device__ __forceinline__ Walk(const Params& params, const Share& share)
         : index(share.request - 1),
@@ -186,12 +189,15 @@ struct Walk {
         tile = pair - of_cta * request.tiles;
         first_block = request.first_block + block;
         blocks = min_int(request.blocks - block, left);
-        begins = block == 0;
-        ends = block + blocks == request.blocks;
         left -= blocks;
         block = 0;
         ++pair;
         return true;
+    }
+    // Whether the share has the pair's first, and its last block.
+    __device__ __forceinline__ bool begins() const { return first_block == request.first_block; }
+    __device__ __forceinline__ bool ends() const {
+        return first_block + blocks == request.first_block + request.blocks;
     }
     // The first row of a group, of kRowGroups, among the rows of its request and KV head.
     __device__ __forceinline__ int first_row(int row_group) const {
