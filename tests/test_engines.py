@@ -25,6 +25,7 @@ DECODE = (
 )
 SPARSE = "flash_mla_sparse_fwd"
 INTERFACE = f"""\
+from typing import TYPE_CHECKING, overload
 def _is_flashmla_available(): return False, "not compiled"
 def is_flashmla_dense_supported(): return _is_flashmla_available()
 def is_flashmla_sparse_supported(): return _is_flashmla_available()
@@ -36,6 +37,7 @@ def flash_mla_sparse_fwd(q, kv, indices, sm_scale, d_v=512, attn_sink=None, topk
 def get_mla_metadata_dense_fp8(): pass
 def flash_mla_with_kvcache_fp8(): pass
 """
+FIRST, LAST = "def _is_flashmla_available()", "def get_mla_metadata_dense_fp8()"
 FILE_OF_FLASH_ATTN = vllm.ENGINE.modules[1].paths[0].replace(".", "/") + ".py"
 FLASH_ATTN = """\
 def get_scheduler_metadata(
@@ -242,8 +244,10 @@ def patched_names(tree: Path) -> tuple[list[str], str]:
         ("sm_scale, d_v=512", "sm_scale=1, d_v=512", f"{SPARSE} (sm_scale)"),
         ("def get_mla_metadata(*args", "def get_metadata(*args", "get_mla_metadata (missing)"),
         ("class FlashMLASchedMeta: pass", "FlashMLASchedMeta = None", "FlashMLASchedMeta (missing)"),
+        (LAST, f"def {SPARSE}(q, kv, indices, sm_scale, more): pass\n{LAST}", f"{SPARSE} (more)"),
+        (LAST, f"get_mla_metadata = print\n{LAST}", "get_mla_metadata (missing)"),
     ],
-    ids=["parameter", "keywords", "order", "required", "function", "class"],
+    ids=["parameter", "keywords", "order", "required", "function", "class", "defined again", "assigned"],
 )
 def test_other_names_and_parameters_are_left_alone(tree: Path, old: str, new: str, different: str) -> None:
     assert old in INTERFACE
@@ -260,8 +264,10 @@ def test_other_names_and_parameters_are_left_alone(tree: Path, old: str, new: st
         ("out=None):\n", "out=None, *, use_legacy=False):\n"),
         (", topk_length=None, out=None):\n", "):\n"),
         ("(q, kv, indices", "(q: int, kv: list[int], indices"),
+        (FIRST, f"@overload\ndef {SPARSE}(q, more): ...\n{FIRST}"),
+        (FIRST, f"if TYPE_CHECKING:\n    from .elsewhere import {SPARSE}\n{FIRST}"),
     ],
-    ids=["more", "fewer", "annotations"],
+    ids=["more", "fewer", "annotations", "overload", "for type checkers"],
 )
 def test_known_parameters_are_served(tree: Path, old: str, new: str) -> None:
     """More that rawmla's functions have, and fewer than they have."""

@@ -80,24 +80,42 @@ def find(module: str, name: str) -> Definition | None:
 @functools.cache
 def _names_of(file: Path) -> dict[str, list[ast.FunctionDef | ast.ClassDef | ast.ImportFrom]]:
     """What defines or imports each name of a module, in the order of the file; blocks of `if` and `try` are
-    looked into.
+    looked into. Outside of them, what comes later takes the place of what came before.
     """
     names: dict[str, list[ast.FunctionDef | ast.ClassDef | ast.ImportFrom]] = {}
-    for node in _statements(ast.parse(file.read_bytes())):
-        if isinstance(node, ast.ImportFrom):
-            for one in node.names:
-                names.setdefault(one.asname or one.name, []).append(node)
-        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            names.setdefault(node.name, []).append(node)
+    for statement in ast.parse(file.read_bytes()).body:
+        is_block = isinstance(statement, _BLOCKS)
+        for node in _statements(statement) if is_block else [statement]:
+            for name in _bound_by(node):
+                found = names.setdefault(name, [])
+                if not is_block:
+                    found.clear()
+                if isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.ImportFrom)):
+                    found.append(node)
     return names
+
+
+_BLOCKS = (ast.If, ast.Try, ast.ExceptHandler)
 
 
 def _statements(block: ast.AST) -> Iterator[ast.AST]:
     for node in ast.iter_child_nodes(block):
-        if isinstance(node, (ast.If, ast.Try, ast.ExceptHandler)):
+        if isinstance(node, _BLOCKS):
             yield from _statements(node)
         else:
             yield node
+
+
+def _bound_by(node: ast.AST) -> list[str]:
+    """Names that a statement binds."""
+    if isinstance(node, (ast.Import, ast.ImportFrom)):
+        return [one.asname or one.name for one in node.names]
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        return [node.name]
+    targets = node.targets if isinstance(node, ast.Assign) else []
+    if isinstance(node, ast.AnnAssign) and node.value is not None:
+        targets = [node.target]
+    return [target.id for target in targets if isinstance(target, ast.Name)]
 
 
 def _origin_of(node: ast.ImportFrom, module: str) -> str:
@@ -109,7 +127,7 @@ def _origin_of(node: ast.ImportFrom, module: str) -> str:
 def _method(found: Definition, name: str) -> Definition | None:
     """A method of a class or of its first base that has it."""
     if isinstance(found.node, ast.ClassDef):
-        for node in found.node.body:
+        for node in reversed(found.node.body):
             if isinstance(node, ast.FunctionDef) and node.name == name:
                 return Definition(found.module, node, is_method=True)
         for base in found.node.bases:
