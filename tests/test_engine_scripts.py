@@ -146,7 +146,7 @@ def made_up_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     [
         {"generate": {"kind": "short", "tokens": 4}},
         {"invariance": {"kind": "plain", "tokens": 4, "pinned": True}},
-        {"speed": {"batches": [1, 3], "context": 5, "steps": 2, "traced": True}},
+        {"speed": {"batches": [1, 3], "context": 5, "steps": 2}},
         {"host": {"batch": 2, "context": 5, "steps": 3}},
     ],
     ids=lambda tasks: next(iter(tasks)),

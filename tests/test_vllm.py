@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def installed_version(engine: Engine) -> str:
-    """Of the engine; "" without it. What follows "+" names only what it was built for."""
+    """Return the engine's version without what follows "+", which names its build; "" without the engine."""
     try:
         return metadata.version(engine.distribution).partition("+")[0]
     except metadata.PackageNotFoundError:

@@ -117,8 +117,8 @@ def spread(values: list[float], digits: int = 0) -> str:
 
 
 def host_cells(rows: list[Row]) -> Cells:
-    """Host time of a call of each timed function, by the way into the engine, as if all processes had the CPU
-    of the fastest one: a function that all run alike says how fast it was.
+    """Host time of a call of each timed function, by the way into the engine. Times are scaled to the CPU of
+    the fastest process, by the time of a function that is the same in all.
     """
     rows = [row for row in rows if "host" in row]
     if not rows:

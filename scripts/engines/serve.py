@@ -130,9 +130,9 @@ class Decoding:
             self.engine.step()
 
 
-def task_speed(llm: Any, result: Result, batches: list[int], context: int, steps: int, traced: bool) -> None:
-    """Decoding at several batch sizes: wall-clock time of windows of steps. Traces come after all of these,
-    since a profiler that ran once may slow down what follows.
+def task_speed(llm: Any, result: Result, batches: list[int], context: int, steps: int) -> None:
+    """Decoding at several batch sizes: wall-clock time of windows of steps. Traces, if there is a folder for
+    them, come after all of these, since a profiler that ran once may slow down what follows.
     """
     Decoding(llm, 4, 64, 30).end()
     result["speed"] = []
@@ -146,7 +146,7 @@ def task_speed(llm: Any, result: Result, batches: list[int], context: int, steps
             windows.append({"step_us": seconds / steps * 1e6, "tokens_per_s": tokens / seconds})
         decoding.end()
         result["speed"].append({"batch": batch, "context": context, "windows": windows})
-    for row in result["speed"] if traced else ():
+    for row in result["speed"] if "trace_folder" in result else ():
         decoding = Decoding(llm, row["batch"], context, traces.STEPS + 10)
         row["gpu"] = traces.traced(llm, decoding.step, result["trace_folder"], result["layers"])
         result["kernels"] = row["gpu"]["ours"]
@@ -219,7 +219,7 @@ def main(arguments: list[str]) -> int:
         if "kernel" in job.tasks:
             result["kernel"] = alone.measure(**job.tasks["kernel"])
         else:
-            if job.tasks.get("speed", {}).get("traced"):
+            if "speed" in job.tasks and job.round == 0:
                 result["trace_folder"] = str(options.folder / "traces" / job.name)
             llm = start(job, options.folder / "models", result)
             for name, arguments_of in job.tasks.items():

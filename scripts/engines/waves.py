@@ -107,73 +107,48 @@ def invariant() -> Iterator[Job]:
             )
 
 
-def thin(layers: int) -> dict[str, Any]:
-    """A dense model with another number of layers and vLLM's dummy weights."""
-    own = {"num_hidden_layers": layers, "first_k_dense_replace": layers}
-    return {"hf_overrides": own, "load_format": "dummy"}
-
-
-def rounds(count: int, ways: Ways) -> Iterator[tuple[int, tuple[str, str]]]:
-    """Every way in turn, several times: a way's restarts are spread over the whole time."""
-    return product(range(count), ways)
+def in_turns(group: str, model: str, ways: Ways, **more: Any) -> Iterator[Job]:
+    """Timed jobs: every way in turn, three times, so that its restarts are spread over the whole time."""
+    for number, (backend, mode) in product(range(3), ways):
+        yield Job(
+            name=f"{group}-{backend}-{mode}-{number}",
+            model=model,
+            backend=backend,
+            mode=mode,
+            group=group,
+            round=number,
+            alone=True,
+            **more,
+        )
 
 
 def host() -> Iterator[Job]:
     """Host time in eager mode."""
-    for number, (backend, mode) in rounds(3, DENSE):
-        yield Job(
-            name=f"host-{backend}-{mode}-{number}",
-            model="dense16",
-            backend=backend,
-            mode=mode,
-            tasks={"host": {"batch": 16, "context": 128, "steps": 60}},
-            variables=IN_PROCESS,
-            group="host",
-            round=number,
-            alone=True,
-        )
+    tasks = {"host": {"batch": 16, "context": 128, "steps": 60}}
+    return in_turns("host", "dense16", DENSE, tasks=tasks, variables=IN_PROCESS)
 
 
-def speed(model: str, batches: tuple[int, ...] = (1, 16, 64, 256), context: int = 4000) -> Iterator[Job]:
-    """Decoding with 24 layers, in vLLM's own two processes, with all graphs of decode steps."""
+def speed(model: str, ways: Ways, batches: list[int], cache: int, **layers: int) -> Iterator[Job]:
+    """Decoding of requests of 4,000 tokens with 24 layers and vLLM's dummy weights, in vLLM's own two
+    processes, with all graphs of decode steps; `cache` in bytes.
+    """
+    tasks = {"speed": {"batches": batches, "context": 4000, "steps": 24}}
+    options: dict[str, Any] = {"hf_overrides": {"num_hidden_layers": 24, **layers}, "load_format": "dummy"}
+    options |= {"max_num_seqs": max(batches), "kv_cache_memory_bytes": cache}
+    return in_turns(f"speed-{model}", model, ways, case="graphs", tasks=tasks, options=options)
+
+
+def speed_mla(model: str) -> Iterator[Job]:
+    """Decoding of DeepSeek's shape, without experts."""
+    pages = -(-(4000 + 384) // 64)
+    cache = 256 * pages * 64 * 1152 * 24
     ways = (*DENSE, ("FLASH_ATTN_MLA", "none"))
-    pages = -(-(context + 384) // 64)
-    cache = max(batches) * pages * 64 * 1152 * 24
-    options = thin(24) | {"max_num_seqs": max(batches), "kv_cache_memory_bytes": cache + GIB}
-    for number, (backend, mode) in rounds(3, ways):
-        yield Job(
-            name=f"speed-{model}-{backend}-{mode}-{number}",
-            model=model,
-            backend=backend,
-            mode=mode,
-            case="graphs",
-            tasks={
-                "speed": {"batches": list(batches), "context": context, "steps": 24, "traced": not number}
-            },
-            options=options,
-            group=f"speed-{model}",
-            round=number,
-            alone=True,
-        )
+    return speed(model, ways, [1, 16, 64, 256], cache + GIB, first_k_dense_replace=24)
 
 
 def speed_gqa() -> Iterator[Job]:
     """Decoding of Llama's shape: FlashAttention-3's kernels beside rawmla's."""
-    overrides = {"hf_overrides": {"num_hidden_layers": 24}, "load_format": "dummy"}
-    options = overrides | {"max_num_seqs": 64, "kv_cache_memory_bytes": 32 * GIB}
-    for number, (backend, mode) in rounds(3, GQA):
-        yield Job(
-            name=f"speed-llama-{backend}-{mode}-{number}",
-            model="llama",
-            backend=backend,
-            mode=mode,
-            case="graphs",
-            tasks={"speed": {"batches": [1, 16, 64], "context": 4000, "steps": 24, "traced": not number}},
-            options=options,
-            group="speed-llama",
-            round=number,
-            alone=True,
-        )
+    return speed("llama", GQA, [1, 16, 64], 32 * GIB)
 
 
 def kernel() -> Iterator[Job]:
@@ -189,7 +164,7 @@ def kernel() -> Iterator[Job]:
             backend=backend,
             mode=mode,
             case="graphs",
-            tasks={"speed": {"batches": [64], "context": 8192, "steps": 12, "traced": True}},
+            tasks={"speed": {"batches": [64], "context": 8192, "steps": 12}},
             options={"max_model_len": 8448, "kv_cache_memory_bytes": 4 * GIB},
             group="kernel",
             alone=True,
@@ -204,8 +179,8 @@ WAVES: dict[str, Callable[[], Iterator[Job]]] = {
     "invariant": invariant,
     "host": host,
     "kernel": kernel,
-    "speed": lambda: speed("dense128"),
-    "speed16": lambda: speed("dense16"),
+    "speed": lambda: speed_mla("dense128"),
+    "speed16": lambda: speed_mla("dense16"),
     "speed-gqa": speed_gqa,
 }
 SETS = {"correct": ("dense", "dsa", "moe", "gqa", "invariant")}
