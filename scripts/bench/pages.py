@@ -129,7 +129,7 @@ def performance_page(parts: Sequence[record.Part]) -> str:
 
 
 def replace_section(readme: str, section: str) -> str:
-    """README with the text between the markers replaced; ValueError when they are not there once each."""
+    """README with the text between the markers replaced; ValueError when they are not there."""
     head, rest = readme.split(BEGIN)
     _, tail = rest.split(END, 1)
     return f"{head}{BEGIN}\n{section}\n{END}{tail}"
