@@ -43,6 +43,15 @@ def test_lse_has_the_sinks_in_it(emulator: Any) -> None:
     call.check(call.run())
 
 
+@pytest.mark.parametrize("case", ["Llama, decode and prefill", "Llama, batch invariance"])
+def test_longer_requests_than_expected(case: str, emulator: Any) -> None:
+    """vLLM 0.20 to 0.30 may capture a graph for prompts as if every request had one token."""
+    record = next(one for one in CALLS if one.case == case)
+    call = Call(record, "cpu")
+    call.arguments["max_seqlen_q"] = 1
+    call.check(call.run())
+
+
 # ---- calls that go on to the engine
 
 BF16, FP8, E5M2 = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2

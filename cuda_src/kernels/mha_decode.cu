@@ -466,7 +466,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) mha_decode(const __gri
     if (!params.runs_beside) griddepcontrol_wait();
     griddepcontrol_launch_dependents();
     if (wg == 0 && warp_idx == 0) {
-        const Share share = params.is_whole ? whole_pair(params, blockIdx.x) : share_of_cta(params);
+        const Share share = params.is_whole ? whole_pairs(params, blockIdx.x) : share_of_cta(params);
         if (lane_index() == 0) smem.share = share;
     }
     __syncthreads();

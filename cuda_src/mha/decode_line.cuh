@@ -143,12 +143,14 @@ __device__ __forceinline__ Share share_of_cta(const Params& params) {
     return Line(params, gridDim.x / params.team).share(params, blockIdx.x / params.team);
 }
 
-// The share of a CTA that attends a whole pair (Params::is_whole); no blocks if the request has fewer pairs.
-__device__ __forceinline__ Share whole_pair(const Params& params, int index) {
-    const int pairs = params.heads_of_cta * params.max_tiles;
-    const int request_index = index / pairs, pair = index - request_index * pairs;
+// The share of a CTA that attends whole pairs (Params::is_whole). It is one pair, or none if the request has
+// fewer. A request with more tiles than the host expected, as in a replayed graph, has several for a CTA.
+__device__ __forceinline__ Share whole_pairs(const Params& params, int index) {
+    const int ctas = params.heads_of_cta * params.max_tiles;  // of a request
+    const int request_index = index / ctas, place = index - request_index * ctas;
     const Request request(params, request_index);
-    return {request_index, pair, 0, pair < request.pairs ? request.blocks : 0, index};
+    const int each = ceil_div(request.pairs, ctas), first = place * each;
+    return {request_index, first, 0, clamp_int(request.pairs - first, 0, each) * request.blocks, index};
 }
 
 // Walks the pairs of a share. Every warp does so by itself.
