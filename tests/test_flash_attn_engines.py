@@ -15,7 +15,15 @@ from rawmla.engines import sglang, vllm
 
 torch = pytest.importorskip("torch")
 
-from flash_attn_calls import PASSED_ON, Call, id_of, is_passed_on, recorded  # noqa: E402
+from flash_attn_calls import (  # noqa: E402
+    LONGER_REQUESTS,
+    PASSED_ON,
+    Call,
+    id_of,
+    is_passed_on,
+    of_longer_requests,
+    recorded,
+)
 
 from rawmla.compat import engine_calls, vllm_flash_attn  # noqa: E402
 from rawmla.engines.plug_in import or_original  # noqa: E402
@@ -43,12 +51,9 @@ def test_lse_has_the_sinks_in_it(emulator: Any) -> None:
     call.check(call.run())
 
 
-@pytest.mark.parametrize("case", ["Llama, decode and prefill", "Llama, batch invariance"])
+@pytest.mark.parametrize("case", LONGER_REQUESTS)
 def test_longer_requests_than_expected(case: str, emulator: Any) -> None:
-    """vLLM 0.20 to 0.30 may capture a graph for prompts as if every request had one token."""
-    record = next(one for one in CALLS if one.case == case)
-    call = Call(record, "cpu")
-    call.arguments["max_seqlen_q"] = 1
+    call = of_longer_requests(case, "cpu")
     call.check(call.run())
 
 

@@ -255,3 +255,15 @@ def as_bytes(x: Any) -> Any:
 
 def _put(array: Any, values: Any) -> None:
     as_bytes(array).copy_(as_bytes(values.to(array.dtype)))
+
+
+LONGER_REQUESTS = ("Llama, decode and prefill", "Llama, batch invariance")
+
+
+def of_longer_requests(case: str, device: str) -> Call:
+    """A call whose requests are longer than its max_seqlen_q, as in graphs for prompts of vLLM 0.20 to 0.30,
+    which capture them as if every request had one token.
+    """
+    call = Call(next(record for record in recorded() if record.case == case), device)
+    call.arguments["max_seqlen_q"] = 1
+    return call

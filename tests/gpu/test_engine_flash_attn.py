@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from contract_calls import Recorded
-from flash_attn_calls import Call, id_of, is_passed_on, recorded
+from flash_attn_calls import LONGER_REQUESTS, Call, id_of, is_passed_on, of_longer_requests, recorded
 from gpu_support import torch
 
 CALLS = [record for record in recorded() if not is_passed_on(record)]
@@ -22,3 +22,15 @@ def test_recorded_calls(record: Recorded) -> None:
         call.fill(seed)
         graph.replay()
         call.check(got)
+
+
+@pytest.mark.parametrize("case", LONGER_REQUESTS)
+def test_longer_requests_than_expected(case: str) -> None:
+    """Eager, and in a graph."""
+    call = of_longer_requests(case, "cuda")
+    call.check(call.run())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = call.run()
+    graph.replay()
+    call.check(got)
