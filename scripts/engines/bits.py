@@ -83,7 +83,7 @@ def origin(alone: Sequence[Forward], batch: Sequence[Forward]) -> dict[str, Any]
     """The first module of a prompt's own passes with other bits than in the batch; None: there is none.
 
     Rows of the batch with the same token at the same position as another request's are left out, and so are
-    modules that had no output of all rows in the batch, as those of prefill have in a pass with decodes.
+    modules whose output in the batch lacks rows: modules of prefill run without the decoding requests.
     """
     places: dict[tuple[int, int], list[tuple[Forward, int]]] = defaultdict(list)
     for forward in batch:

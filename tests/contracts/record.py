@@ -150,7 +150,7 @@ def paged(num_blocks: int, page: int, row: int, dtype: torch.dtype, block_stride
 
 
 def call(function: Callable[..., Any], /, **values: Any) -> Any:
-    """Call an engine's function with those of the values that this version of it takes."""
+    """Call an engine's function with the values that this version takes; the others are left out."""
     known = inspect.signature(function).parameters
     return function(**{name: value for name, value in values.items() if name in known})
 
@@ -547,7 +547,7 @@ def record_sglang(root: Path) -> Recorder:
         interface = importlib.util.module_from_spec(spec)
         sys.modules[own] = interface
         spec.loader.exec_module(interface)
-    else:  # what the plug-in puts in the place of an extension's module
+    else:  # an extension, whose module the plug-in replaces
         from rawmla.compat import sgl_kernel as interface
 
         vars(interface).update(flash_mla_interface=SimpleNamespace(**names), FlashMLASchedMeta=Plan)
@@ -705,7 +705,7 @@ def stored(file: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def store(file: Path, version: str, calls: list[dict[str, Any]]) -> None:
-    """Put the calls of a version into the file, in the place of those that it has of this version."""
+    """Replace the calls of a version in the file, or add them."""
     versions = {**stored(file), version: calls}
     lines: dict[str, int] = {}
     numbered = {
