@@ -133,11 +133,19 @@ FLEX_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
 
 
 def forward_spec(
-    dtype: str, dims: tuple[int, int], functions: str, max_scores: bool = False, halves: int = 1
+    dtype: str,
+    dims: tuple[int, int],
+    functions: str,
+    max_scores: bool = False,
+    halves: int = 1,
+    grouped: bool = False,
 ) -> KernelSpec:
-    """The flex forward with some functions, on tiles of as many keys as it has, or of a half of them."""
+    """The flex forward with some functions, on tiles of as many keys as it has, or of a half of them;
+    `grouped`: for query heads that share tiles.
+    """
     keys = mha_forward_variants.tile_in_blocks(*dims).keys // halves
-    return mha_forward_variants.flex_spec(dtype, *dims, keys, max_scores, header_of(*FORWARD[functions]))
+    header = header_of(*FORWARD[functions])
+    return mha_forward_variants.flex_spec(dtype, *dims, keys, max_scores, header, grouped)
 
 
 def gradient_spec(
@@ -164,6 +172,11 @@ for dims, functions in itertools.product(FLEX_DIMS, ("neither", "mask", "score",
         FLEX[f"flex {dtype} {dims} {functions}{' max' * max_scores}"] = spec
         if dims == (192, 128):
             HALF_TILES[spec] = forward_spec(dtype, dims, functions, max_scores, halves=2)
+for dims in FLEX_DIMS:
+    spec = forward_spec("bfloat16", dims, "both", True, grouped=True)
+    FLEX[f"flex grouped {dims} both max"] = spec
+    if dims == (192, 128):
+        HALF_TILES[spec] = forward_spec("bfloat16", dims, "both", True, halves=2, grouped=True)
 for dims in (*FLEX_DIMS, (96, 96)):
     for functions in GRADIENTS:
         FLEX[f"flex gradients {dims} {functions}"] = gradient_spec(dims, functions)
@@ -191,6 +204,7 @@ QUICK_FLEX = {
     "flex references 128",
     "flex bfloat16 (128, 128) both max",
     "flex float16 (192, 128) mask",
+    "flex grouped (128, 128) both max",
     "flex gradients (128, 128) softcap, documents",
     "flex gradients (64, 64) ALiBi, causal",
     "flex gradients (192, 128) small blocks",

@@ -30,7 +30,7 @@ STORED = [row for rows in PEERS.values() if isinstance(rows, list) for row in ro
 def test_names() -> None:
     """Every case has one name and one family."""
     names = [name for family in families.FAMILIES for name in families.expanded(family.names)]
-    assert len(names) == len(set(names)) == len(families.table()) == 243
+    assert len(names) == len(set(names)) == len(families.table()) == 245
     assert [case.id for case in families.select(None)] == names
 
 
@@ -58,6 +58,7 @@ def test_counts_agree_with_published_rates() -> None:
         ("kvcache-b3-q1-k9-h4kv2-d64-bf16-contiguous-first2q4", 2**10 * 69, 2**7 * (2 * 2 * 27 + 2 * 36)),
         ("kvcache-b2-q1-k100-h8kv2-d64-bf16-page1-append", 2**11 * 200, 2**7 * (4 * 200 + 4 * 10)),
         ("flex-b2-s256-h16-d128-causal", 4 * 128 * 16 * 2 * 3 * 128**2, 2 * 256 * 512 * 32),
+        ("flex-b2-q1-k256-h16kv2-d128-causal", 4 * 128 * 16 * 2 * 256, 2 * 512 * (16 + 2 * 256)),
         ("flex-b2-s384-h16-d128-window1-lse-max", 4 * 128 * 16 * 2 * 5 * 128**2, None),
         ("flex-b2-s384-h16-d128-documents100", 4 * 128 * 16 * 2 * 5 * 128**2, None),
         ("flex-backward-b2-s256-h16-d128-prefix200", 10 * 128 * 32 * 4 * 128**2, None),
@@ -195,6 +196,8 @@ CASES = (
     f"{FLEX}-window7-softcap",
     f"{FLEX}-documents9-bias",
     f"{FLEX}-prefix40-scale",
+    "flex-b2-q1-k128-h4kv2-d16-causal-alibi",
+    "flex-b2-q5-k128-h4kv2-d16-window7-bias",
     "flex-backward-b2-s128-h4kv2-d16-causal-alibi",
     "flex-backward-b2-s128-h4kv2-d16-documents9-softcap",
     "flex-backward-b2-s128-h4kv2-d16-causal-bias-captured",

@@ -31,7 +31,7 @@ from operations.dense import dense_call, make_dense_call  # noqa: E402
 from operations.dense_backward import BackwardCase, make_dense_backward_call  # noqa: E402
 from operations.flex import make_traced_call  # noqa: E402
 from operations.flex_backward import make_flex_backward_call  # noqa: E402
-from operations.kvcache import kvcache_call  # noqa: E402
+from operations.kvcache import kvcache_call, make_kvcache_call  # noqa: E402
 from operations.memory import all_canaries, between_canaries, fill_with_canaries  # noqa: E402
 from operations.mla_prefill import BF16, make_prefill_call  # noqa: E402
 from operations.mla_sparse import make_sparse_call  # noqa: E402
@@ -241,6 +241,46 @@ def test_new_tokens_that_no_query_sees(emulator: Emulator, hidden: dict[str, Any
     inputs.v[0, :5] = nan
     out, _ = kvcache_call(inputs).run(**hidden)
     assert bool(out.isfinite().all()) and bool(inputs.v_cache[0, 4:9].isnan().all())
+
+
+def test_many_requests(emulator: Emulator) -> None:
+    """A thread counts the blocks of two requests; some have no keys, and some no queries."""
+    emulator.sm_count = 5
+    lengths = (*(number % 67 - 1 for number in range(140)), 900)
+    queries = tuple(number % 3 for number in range(len(lengths)))
+    case = KvCacheCase(lengths, q_lengths=queries, h_q=2, h_kv=2, d_qk=64, d_v=64, causal=True)
+    checked(emulator, make_kvcache_call(case, "cpu"))
+
+
+def test_requests_of_one_length_are_cut_alike(emulator: Emulator) -> None:
+    """Two multiprocessors share the five blocks of a request and a head: equal requests get the same bits."""
+    emulator.sm_count = 8
+    case = KvCacheCase((320, 320), h_q=2, h_kv=2, page=None)
+    inputs = make_kvcache_inputs(case, "cpu")
+    for x in (inputs.q, inputs.k_cache, inputs.v_cache):
+        x[1] = x[0]
+    out, lse = kvcache_call(inputs).run()
+    assert names(emulator) == ["mha_decode", "mha_decode_combine"]
+    assert torch.equal(out[0], out[1]) and torch.equal(lse[0], lse[1])
+
+
+def test_decoding_beside_dense_attention(emulator: Emulator) -> None:
+    """Its end need not come first: here decoding runs before it, and the combine after both."""
+    late: list[tuple[Any, ...]] = []
+    run = emulator.run
+
+    def run_late(spec: Any, *launch: Any) -> None:
+        if spec.name == "mha_forward":
+            late.append((spec, *launch))
+            return
+        run(spec, *launch)
+        while late:
+            run(*late.pop())
+
+    case = KvCacheCase((700, 90, 0, 300), q_lengths=(1, 70, 2, 80), h_q=2, h_kv=1, causal=True)
+    with mock.patch.object(emulator, "run", run_late):
+        checked(emulator, make_kvcache_call(case, "cpu"))
+    assert names(emulator) == ["mha_decode", "mha_forward", "mha_decode_combine"]
 
 
 # ---- lists of blocks that a user wrote

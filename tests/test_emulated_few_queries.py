@@ -1,7 +1,11 @@
-"""flex_attention of few queries over many keys, which are split over multiprocessors, on the emulator."""
+"""flex_attention of few queries on the emulator: over many keys, which are split over multiprocessors, and
+with query heads that share tiles.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from math import nan
 from typing import Any
 
 import pytest
@@ -9,6 +13,15 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import rawmla  # noqa: E402
+from kit.flex import (  # noqa: E402
+    FlexCase,
+    FlexInputs,
+    Function,
+    check_flex,
+    listed_positions,
+    make_flex_inputs,
+)
+from operations.flex import attend  # noqa: E402
 
 H_KV, D = 2, 64
 DOCUMENTS = torch.arange(2100) // 700
@@ -44,3 +57,57 @@ def test_keys_are_split(emulator: Any, mask: str, s_q: int, block: Any) -> None:
         scores = scores.masked_fill(~seen, -torch.inf)
     torch.testing.assert_close(lse.double(), scores.logsumexp(-1), rtol=0, atol=1e-4)
     torch.testing.assert_close(out.double(), scores.softmax(-1) @ values, rtol=2e-2, atol=4e-3)
+
+
+def by_head(b: Any, h: Any, q: Any, k: Any) -> Any:
+    return (q + k + h) % 3 > 0
+
+
+BY_HEAD = Function(by_head, "", lambda xp, captures, *at: by_head(*at))
+
+
+def with_random_lists(case: FlexCase, heads: int) -> FlexInputs:
+    """Inputs with lists of partial and of full blocks for some heads, and a mask that depends on the head.
+    V of keys that are in no list is NaN.
+    """
+    inputs = make_flex_inputs(case, "cpu")
+    draw = torch.Generator().manual_seed(case.seed)
+    rows, columns = (-(-n // size) for n, size in zip((case.s_q, case.s_k), case.block, strict=True))
+    states = torch.randint(0, 3, (1, heads, rows, columns), generator=draw)
+    states[..., 0] = 0
+    lists = []
+    for kind in (1, 2):
+        listed = states == kind
+        lists += [listed.sum(-1, dtype=torch.int32), (~listed).int().argsort(dim=-1, stable=True).int()]
+    block_mask = rawmla.BlockMask(
+        (case.s_q, case.s_k), *lists, BLOCK_SIZE=case.block, mask_mod=BY_HEAD.python
+    )
+    some, full = listed_positions(block_mask)
+    inputs.v[:, :, ~(some | full).flatten(0, 2).any(0)] = nan
+    return replace(inputs, mask=BY_HEAD, block_mask=block_mask)
+
+
+GROUP: dict[str, Any] = {"h_q": 8, "h_kv": 2, "score": "query scale"}
+LARGER = {**GROUP, "h_q": 16, "h_kv": 1}  # of the rows of a thread each has a head of its own
+
+
+@pytest.mark.parametrize(
+    ("case", "heads", "is_split"),
+    (
+        (FlexCase(b=2, **GROUP, s_q=1, s_k=2100), 1, True),
+        (FlexCase(b=2, **GROUP, s_q=3, s_k=500, d_qk=128, d_v=128), 1, False),
+        (FlexCase(**LARGER, s_q=17, s_k=700, d_qk=256, d_v=256, layout="tokens"), 1, False),
+        (FlexCase(b=2, **GROUP, s_q=17, s_k=1100, block=(64, 64)), 1, True),
+        (FlexCase(b=2, **GROUP, s_q=133, s_k=400, layout="slice"), 1, False),  # 5 tiles, 2 rows of blocks
+        (FlexCase(b=1, **GROUP, s_q=70, s_k=400, block=(16, 32)), 1, False),
+        (FlexCase(b=2, **GROUP, s_q=3, s_k=500), 2, False),
+    ),
+    ids=lambda x: x.id if isinstance(x, FlexCase) else str(x),
+)
+def test_query_heads_share_tiles(emulator: Any, case: FlexCase, heads: int, is_split: bool) -> None:
+    """Where there is one list for all of them; score function and mask depend on the head all the same."""
+    inputs = with_random_lists(case, heads)
+    emulator.sm_count = 24 if is_split else 3
+    check_flex(inputs, attend(inputs, max_scores=not is_split))
+    labels = " ".join(emulator.launched)
+    assert f"FLEX_GROUPED={int(heads == 1)}" in labels and ("mha_combine" in labels) == is_split

@@ -1,5 +1,6 @@
-"""What chooses a kernel: dtype, head dimensions (in steps of 32), flags and the text of functions. Everything
-else shares one: numbers, lengths, heads, strides, tables, and tensors that functions read.
+"""What chooses a kernel: dtype, head dimensions (in steps of 32), flags and the text of functions; in flex
+attention also whether query heads share tiles. Everything else shares one: numbers, lengths, heads, strides,
+tables, and tensors that functions read.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ OF_PREFIX: list[list[dict[str, Any]]] = [
 BASE = FlexCase(s_q=70, s_k=90, score="alibi table", mask="window")
 OF_FLEX = (
     BASE,
-    replace(BASE, b=5, h_q=12, h_kv=3, s_q=130, s_k=260, layout="slice"),
+    replace(BASE, b=5, h_q=12, h_kv=3, s_q=128, s_k=260, layout="slice"),
     replace(BASE, b=3, b_kv=1, s_q=1, s_k=300, layout="tokens"),
     replace(BASE, d_qk=59, d_v=40, scale=0.3, seed=3),
     replace(BASE, block=(256, 128), separate=False),
@@ -135,6 +136,13 @@ def test_flex_attention(kernels: set[Any]) -> None:
     assert len(kernels) == 5
     flex.attend(make_flex_inputs(BASE, "cpu"), max_scores=True)
     assert len(kernels) == 6
+    few = replace(BASE, s_q=5, h_kv=1)
+    for case in (few, replace(few, s_q=140, h_q=64, h_kv=8), replace(few, h_q=64, b=3)):
+        flex.attend(make_flex_inputs(case, "cpu"))
+    assert len(kernels) == 7
+    for case in (replace(few, h_q=3), replace(few, h_q=128)):  # no power of two, too many
+        flex.attend(make_flex_inputs(case, "cpu"))
+    assert len(kernels) == 7
 
 
 def test_backward_of_dense_attention(kernels: set[Any]) -> None:

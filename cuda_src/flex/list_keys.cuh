@@ -24,7 +24,8 @@ struct ListKeys : ArrayKeys {
                                                           unsigned char* v, int thread) {
         const int key = first_key(params, tile, step);
         const int first_row = tile.first_token / params.state_q;
-        const int last_row = (min_int(tile.first_token + kTileRows, tile.q_len) - 1) / params.state_q;
+        const int end = tile.first_token + (kFlexGrouped ? kTileRows >> params.log2_group : kTileRows);
+        const int last_row = (min_int(end, tile.q_len) - 1) / params.state_q;
         const i64 head = static_cast<i64>(tile.request % params.mask_batches) * params.mask_heads +
                          tile.head % params.mask_heads;
         const unsigned char* states = params.states + head * params.state_rows * params.state_columns;

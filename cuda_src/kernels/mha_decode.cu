@@ -387,15 +387,17 @@ class Math {
             merge(o, sum);
             if (wg > 0) return;
         }
-        if (walk.begins && walk.ends) {
+        if (walk.begins() && walk.ends()) {
             store_results(params, walk, row_group, rows_address(), o, m, sum, warp_idx, NB_MATH + wg);
         } else {
-            const int part = 2 * blockIdx.x + walk.begins;
-            float* dst = part_of(params, part, row_group) + threadIdx.x % 128;
+            const int part = 2 * blockIdx.x + walk.begins();
+            float4* dst = part_of(params, part, row_group);
 #pragma unroll
             for (int chunk = 0; chunk < kVChunks; ++chunk)
 #pragma unroll
-                for (int j = 0; j < kAccumulators; ++j) dst[(chunk * kAccumulators + j) * 128] = o[chunk][j];
+                for (int j = 0; j < kAccumulators; j += 4)
+                    dst[(chunk * kAccumulators + j) / 4 * 128] =
+                        make_float4(o[chunk][j], o[chunk][j + 1], o[chunk][j + 2], o[chunk][j + 3]);
             if (warp_idx == 0 && lane_index() < 4) {
 #pragma unroll
                 for (int i = 0; i < kThreadRows; ++i)
@@ -465,9 +467,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) mha_decode(const __gri
     prefetch_lengths(params);
     if (!params.runs_beside) griddepcontrol_wait();
     griddepcontrol_launch_dependents();
-    if (wg == 0 && warp_idx == 0) {
-        const Share share = params.is_whole ? whole_pairs(params, blockIdx.x) : share_of_cta(params);
-        if (lane_index() == 0) smem.share = share;
+    if (wg == 0) {
+        auto& counts = reinterpret_cast<i64(&)[kCounts]>(smem.k);  // where nothing is copied yet
+        if (!params.is_whole) count_blocks(params, counts);
+        named_barrier_sync(NB_MATH, 128);
+        if (warp_idx == 0) {
+            const Share share =
+                params.is_whole ? whole_pairs(params, blockIdx.x) : share_of_cta(params, counts);
+            if (lane_index() == 0) smem.share = share;
+        }
     }
     __syncthreads();
 
@@ -476,5 +484,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) mha_decode(const __gri
     } else {
         BlockLoader(params, smem).run();
     }
-    if (params.runs_beside) griddepcontrol_wait();  // the end of this kernel is the end of both
+    // The end of this kernel is the end of both. Other CTAs leave their SM to those of whole pairs that come
+    // after them.
+    if (params.runs_beside && blockIdx.x == gridDim.x - 1) griddepcontrol_wait();
 }

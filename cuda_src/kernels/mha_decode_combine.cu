@@ -15,23 +15,21 @@
 constexpr int kThreads = 128;
 static_assert(kThreads == THREADS, "THREADS is what the launch gives");
 constexpr int kColumns = kVChunks * kAccumulators;  // a thread's numbers of a part
-// Parts whose loads are on their way together: 96 registers for numbers and states. A pair may be cut into as
-// many parts as there are teams.
-constexpr int kPartsAtOnce = max_int(96 / (kColumns + 2 * kThreadRows), 1);
+// Parts whose loads are on their way together: 104 registers for numbers, states and an address of each. A
+// pair may be cut into as many parts as there are teams.
+constexpr int kPartsAtOnce = max_int(104 / (kColumns + 2 * kThreadRows + 1), 1);
 
 extern "C" __global__ void __launch_bounds__(kThreads, kOwnRows == 8 ? 4 : 2)
     mha_decode_combine(const __grid_constant__ Params params) {
     extern __shared__ __align__(1024) unsigned char rows[];
     static_assert(kVChunks * Rows::kBytes <= SMEM_BYTES, "SMEM_BYTES is what the launch asks for");
-    __shared__ Share share;
+    __shared__ i64 counts[kCounts];
     const int row_group = blockIdx.y, warp_idx = threadIdx.x / 32;
-    if (warp_idx == 0) {
-        const Share found = share_of_cta(params);
-        if (lane_index() == 0) share = found;
-    }
+    count_blocks(params, counts);
     __syncthreads();
+    const Share share = share_of_cta(params, counts);
     Walk walk(params, share);
-    const bool has_last_part = share.block > 0 && walk.next(params) && walk.ends;  // of several
+    const bool has_last_part = share.block > 0 && walk.next(params) && walk.ends();  // of several
     griddepcontrol_wait();
     griddepcontrol_launch_dependents();
     if (!has_last_part) return;
@@ -59,12 +57,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, kOwnRows == 8 ? 4 : 2)
             const bool is_there = batch + n <= last;
             const int part = part_from(batch + n);
             const float2* states = states_of(params, part, row_group);
-            const float* numbers = part_of(params, part, row_group) + threadIdx.x;
+            const float4* numbers = part_of(params, part, row_group);
 #pragma unroll
             for (int i = 0; i < kThreadRows; ++i)
                 state[n][i] = is_there ? states[query[i]] : make_float2(-kInfinity, 0.0f);
 #pragma unroll
-            for (int j = 0; j < kColumns; ++j) x[n][j] = is_there ? numbers[j * 128] : 0.0f;
+            for (int j = 0; j < kColumns; j += 4) {
+                const float4 four = is_there ? numbers[j / 4 * 128] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+                x[n][j] = four.x, x[n][j + 1] = four.y, x[n][j + 2] = four.z, x[n][j + 3] = four.w;
+            }
         }
 #pragma unroll
         for (int i = 0; i < kThreadRows; ++i) {

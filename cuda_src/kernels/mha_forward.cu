@@ -186,7 +186,9 @@ class Consumer : Rows64 {
                                                   bool partial, Scores& s, State& state) const {
 #if FLEX
         const int tokens[2] = {token_of(tile, 0), token_of(tile, 1)};
-        apply_mods(params, tile, tokens, kind, first_key, partial, s);
+        int heads[2] = {head_of(tile, 0), head_of(tile, 1)};
+        if (!kFlexGrouped) heads[0] = heads[1] = tile.head;  // the same for all lanes
+        apply_mods(params, tile, heads, tokens, kind, first_key, partial, s);
 #else
         const Span& span = tile.spans[Keys::kSpan];
         const int first_column = block * kTileKeys + 2 * (lane_index() % 4);

@@ -12,6 +12,7 @@ constexpr int kTileKeys = TILE_KEYS;
 constexpr int kConsumers = CONSUMERS;
 constexpr bool kWindow = WINDOW, kSoftcap = SOFTCAP, kAlibi = ALIBI, kOutIsFp8 = OUT_FP8;
 constexpr bool kMaxScores = MAX_SCORES;
+constexpr bool kFlexGrouped = FLEX_GROUPED;  // with FLEX: query heads share tiles, and have one list
 // How keys in pages come to shared memory: by TMA (mha/paged_keys.cuh), or by a warpgroup that reads them
 // (mha/gathered_keys.cuh).
 constexpr bool kPagesByTma = PAGED == 1, kPagesGathered = PAGED == 2;

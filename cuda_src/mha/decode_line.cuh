@@ -23,6 +23,7 @@ struct Request {
     int first_block, blocks, tiles;
     int pairs;  // of a CTA of a team
 
+    Request() = default;
     __device__ __forceinline__ Request(const Params& params, int request) {
         const Segment q(params.cu_seqlens_q, request, params.total_q, params.seqlen_q);
         const Segment fresh(params.cu_seqlens_new, request, params.total_new, params.seqlen_new);
@@ -63,18 +64,30 @@ __device__ __forceinline__ i64 sum_upto(i64 value) {
     return value;
 }
 
-// The line of a call. All lanes of a warp build it, each from a part of the requests, and call its functions.
+// The blocks of requests, counted by a warpgroup: each thread has the sum of several requests side by side.
+constexpr int kCounts = 128;
+__device__ __forceinline__ void count_blocks(const Params& params, i64 (&counts)[kCounts]) {
+    const int thread = threadIdx.x % kCounts, of_thread = ceil_div(params.b, kCounts);
+    const int first = thread * of_thread;
+    i64 sum = 0;
+#pragma unroll 1  // between an engine's other kernels instructions are cold, and take longer than the loop
+    for (int request = first; request < min_int(first + of_thread, params.b); ++request)
+        sum += Request(params, request).work();
+    counts[thread] = sum;
+}
+
+// The line of a call, from counts in shared memory. All lanes of a warp build it and call its functions.
 class Line {
   public:
-    __device__ __forceinline__ Line(const Params& params, int most_shares)
-        : of_lane(ceil_div(params.b, 32)), upto(0) {
-        const int first = lane_index() * of_lane;
-#pragma unroll 4  // whose loads are on their way together
-        for (int request = first; request < min_int(first + of_lane, params.b); ++request)
-            upto += Request(params, request).work();
+    __device__ __forceinline__ Line(const Params& params, const i64 (&counts)[kCounts], int most_shares)
+        : counts(counts), upto(0) {
+#pragma unroll
+        for (int i = 0; i < kOfLane; ++i) upto += counts[kOfLane * lane_index() + i];
         upto = sum_upto(upto);
         total = __shfl_sync(0xffffffff, upto, 31);
         shares = static_cast<int>(total < most_shares ? total : most_shares);
+        least = shares == 0 ? 0 : total / shares;
+        rest = static_cast<u32>(total - least * shares);
     }
     // The share of a team; no blocks if there are fewer shares.
     __device__ __forceinline__ Share share(const Params& params, int team) const {
@@ -87,44 +100,40 @@ class Line {
     }
 
   private:
-    int of_lane;  // requests
-    i64 upto;     // blocks of the lane's requests and of all before them
-    i64 total;    // blocks
-    int shares;   // teams that have some
+    static constexpr int kOfLane = kCounts / 32;
 
-    // The first block of a share, of `shares` itself the end of the line.
-    __device__ __forceinline__ i64 begin(int share) const { return share * total / shares; }
-    // The share that has a block.
+    const i64 (&counts)[kCounts];
+    i64 upto;    // blocks of the lane's requests and of all before them
+    i64 total;   // blocks
+    int shares;  // teams that have some
+    i64 least;   // blocks of a share
+    u32 rest;    // shares that have one more
+
+    // share * total / shares, the first block of a share, and of `shares` itself the end of the line. Where
+    // each pair is a whole number of shares, pairs of one length are cut in the same way.
+    __device__ __forceinline__ i64 begin(int share) const {
+        return share * least + static_cast<u32>(share) * rest / static_cast<u32>(shares);
+    }
+    // The share that has a block: the last one that begins before the next block.
     __device__ __forceinline__ int share_of(i64 block) const {
-        int share = static_cast<int>(block * shares / total);
-        while (begin(share + 1) <= block) ++share;
-        return share;
+        return static_cast<int>(((block + 1) * shares - 1) / total);
     }
     // Where a block of the line is.
     __device__ __forceinline__ Share find(const Params& params, i64 block) const {
-        const int part = lane_with(block, upto);
-        const int end = min_int((part + 1) * of_lane, params.b);
-        for (int first = part * of_lane;; first += 32) {
-            const int request = first + lane_index();
-            const i64 here = sum_upto(request < end ? Request(params, request).work() : 0);
-            if (block >= __shfl_sync(0xffffffff, here, 31)) {
-                block -= __shfl_sync(0xffffffff, here, 31);
-                continue;
-            }
-            Share found = {first + lane_with(block, here), 0, 0, 0, 0};
-            const int blocks = Request(params, found.request).blocks;
-            found.pair = static_cast<int>(block / blocks);
-            found.block = static_cast<int>(block - static_cast<i64>(found.pair) * blocks);
-            return found;
-        }
-    }
-    // The lane whose sum, of all lanes up to it, is the first above a block's number; which is then counted
-    // from the lane's own first block.
-    __device__ __forceinline__ static int lane_with(i64& block, i64 upto) {
         const int lane = __ffs(__ballot_sync(0xffffffff, block < upto)) - 1;
         const i64 before = __shfl_sync(0xffffffff, upto, max_int(lane - 1, 0));
         if (lane > 0) block -= before;
-        return lane;
+        int thread = kOfLane * lane;
+        for (; block >= counts[thread]; ++thread) block -= counts[thread];
+        for (int request = thread * ceil_div(params.b, kCounts);; ++request) {
+            const Request here(params, request);
+            if (block >= here.work()) {
+                block -= here.work();
+                continue;
+            }
+            const int pair = static_cast<int>(block / here.blocks);
+            return {request, pair, static_cast<int>(block - static_cast<i64>(pair) * here.blocks), 0, 0};
+        }
     }
 };
 
@@ -139,8 +148,8 @@ __device__ __forceinline__ void prefetch_lengths(const Params& params) {
 }
 
 // The share of this CTA.
-__device__ __forceinline__ Share share_of_cta(const Params& params) {
-    return Line(params, gridDim.x / params.team).share(params, blockIdx.x / params.team);
+__device__ __forceinline__ Share share_of_cta(const Params& params, const i64 (&counts)[kCounts]) {
+    return Line(params, counts, gridDim.x / params.team).share(params, blockIdx.x / params.team);
 }
 
 // The share of a CTA that attends whole pairs (Params::is_whole). It is one pair, or none if the request has
@@ -162,33 +171,33 @@ struct Walk {
     // The current pair has these.
     int head, tile;
     int first_block, blocks;
-    bool begins, ends;  // whether the share has the pair's first, and its last block
 
     __device__ __forceinline__ Walk(const Params& params, const Share& share)
-        : request(params, share.request),
-          index(share.request),
+        : index(share.request - 1),
           head_of_team(blockIdx.x % params.team),
           pair(share.pair),
           block(share.block),
-          left(share.blocks) {}
+          left(share.blocks) {
+        request.pairs = 0;  // `next` has the one place that reads a request
+    }
 
     __device__ __forceinline__ bool next(const Params& params) {
         if (left == 0) return false;
-        while (pair == request.pairs) {
-            request = Request(params, ++index);
-            pair = 0;
-        }
+        for (; pair >= request.pairs; request = Request(params, ++index)) pair -= request.pairs;
         const int of_cta = pair / request.tiles;
         head = of_cta * params.team + head_of_team;
         tile = pair - of_cta * request.tiles;
         first_block = request.first_block + block;
         blocks = min_int(request.blocks - block, left);
-        begins = block == 0;
-        ends = block + blocks == request.blocks;
         left -= blocks;
         block = 0;
         ++pair;
         return true;
+    }
+    // Whether the share has the pair's first, and its last block.
+    __device__ __forceinline__ bool begins() const { return first_block == request.first_block; }
+    __device__ __forceinline__ bool ends() const {
+        return first_block + blocks == request.first_block + request.blocks;
     }
     // The first row of a group, of kRowGroups, among the rows of its request and KV head.
     __device__ __forceinline__ int first_row(int row_group) const {

@@ -1,6 +1,6 @@
 // Results of decoding. A thread of a warpgroup has kOwnRows / 4 query rows, i = 0, 1, ... They are columns of
 // O, which is transposed (layout/transposed.cuh). Several CTAs may share a pair. Each of them then writes its
-// part to scratch: floats in the order of accumulators and threads, and (reference, sum) of each row.
+// part to scratch: floats, of which a thread has four side by side, and (reference, sum) of each row.
 //
 // CTA c has part 2c of a pair that another CTA begins, and part 2c + 1 of one that it begins itself.
 #pragma once
@@ -18,8 +18,10 @@ using Output = float[kVChunks][kAccumulators];
 
 constexpr int kPartFloats = kVChunks * kAccumulators * 128;  // of a group of rows
 
-__device__ __forceinline__ float* part_of(const Params& params, int part, int row_group) {
-    return params.o_parts + (static_cast<i64>(part) * kRowGroups + row_group) * kPartFloats;
+// The thread's first four numbers; the next four are 128 further.
+__device__ __forceinline__ float4* part_of(const Params& params, int part, int row_group) {
+    return reinterpret_cast<float4*>(params.o_parts) +
+           (static_cast<i64>(part) * kRowGroups + row_group) * (kPartFloats / 4) + threadIdx.x % 128;
 }
 __device__ __forceinline__ float2* states_of(const Params& params, int part, int row_group) {
     return reinterpret_cast<float2*>(params.states) +

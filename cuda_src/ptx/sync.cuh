@@ -77,6 +77,9 @@ __device__ __forceinline__ bool elect_one_sync() {
 // where a kernel reads earlier, the host launches it without programmatic dependent launch (mla/plan.cuh). A
 // kernel that is launched without it begins when the one ahead is complete, and need not wait. A kernel is
 // thus complete only after the one ahead of it, along a whole chain of launches.
+//
+// mha_decode.cu beside mha_forward.cu writes before it waits, and nothing that both touch. It starts when
+// each CTA of mha_forward.cu has waited: kernels before these two are complete then.
 __device__ __forceinline__ void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ __forceinline__ void griddepcontrol_launch_dependents() {
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

@@ -203,9 +203,8 @@ class PreparedMhaForward:
     def __init__(self, call: MhaForwardCall, capturing: Callable[[], bool]) -> None:
         """Load the kernel; ``capturing`` as in `rawmla.jit.get_kernel`."""
         cache, mods = call.cache, call.mods
-        kernel, tile = _load(call, capturing)
+        kernel, tile, group = _load(call, capturing)
         self._call = call
-        group = _heads_in_a_tile(call, tile.rows)
         out_by_rows = call.d_v % 8 != 0 or not call.out_is_aligned or bool(cache and cache.out_fp8)
         heads = call.h_q // group
         tiles_per_head = ceil_div(call.max_seqlen_q * group, tile.rows)
@@ -218,7 +217,7 @@ class PreparedMhaForward:
         splits, self._combine = 1, None
         if mods is None or not mods.max_scores:
             splits = _splits(call, tiles, tile.keys, sms)
-            # Loaded in any case, so that only dtypes, dimensions and flags decide which kernels a call needs.
+            # Loaded in any case, so that lengths do not decide whether a call needs it.
             combine = PreparedCombine(call, splits, _rows(call), capturing)
             self._combine = combine if splits > 1 else None
         tiles *= splits
@@ -317,33 +316,38 @@ def _maps(
     )
 
 
-def _load(call: MhaForwardCall, capturing: Callable[[], bool]) -> tuple[jit.Kernel, Tile]:
-    """The kernel of a call and its tile."""
+def _load(call: MhaForwardCall, capturing: Callable[[], bool]) -> tuple[jit.Kernel, Tile, int]:
+    """The kernel of a call, its tile, and how many query heads share one."""
     options, mods = (call.dtype, call.d_qk, call.d_v), call.mods
     if mods is not None:
         tile = tile_in_blocks(call.d_qk, call.d_v)
-        chosen = flex_spec(*options, tile.keys, mods.max_scores, mods.header)
+        group = _heads_in_a_tile(call, tile.rows)
+        more = mods.max_scores, mods.header, group > 1
+        chosen = flex_spec(*options, tile.keys, *more)
         if is_slow(chosen, call.device, capturing, lambda built: bool(built.losses)):
             # The functions need more registers than are left.
             tile = tile._replace(keys=tile.keys // 2)
-            chosen = flex_spec(*options, tile.keys, mods.max_scores, mods.header)
+            chosen = flex_spec(*options, tile.keys, *more)
     else:
         changes_scores = call.softcap > 0, call.has_alibi
         pages = pages_of(call.cache, call.d_qk)
         tile = tile_of(call.d_qk, call.d_v, any(changes_scores), pages)
+        group = _heads_in_a_tile(call, tile.rows)
         window = call.window_left < NO_BOUND
         if call.rows is None:
             chosen = spec(*options, window, *changes_scores, pages)
         else:
             chosen = rows_spec(*options, window, *changes_scores, call.rows.in_pieces(tile.keys))
-    return jit.get_kernel(chosen, call.device, capturing=capturing), tile
+    return jit.get_kernel(chosen, call.device, capturing=capturing), tile, group
 
 
 def _heads_in_a_tile(call: MhaForwardCall, tile_rows: int) -> int:
     """Query heads of a KV head that share a tile: all, where that fills tiles better, or one."""
     group = call.h_q // call.h_kv
-    if call.mods is not None or group & (group - 1) or group > WARPGROUP_ROWS:
+    if group & (group - 1) or group > WARPGROUP_ROWS:
         return 1
+    if call.mods is not None and call.mods.lists is not None and call.mods.lists.heads > 1:
+        return 1  # a tile walks one list
     if call.cache is not None:  # pages are gathered once for all of them
         return group
     together = ceil_div(call.max_seqlen_q * group, tile_rows)

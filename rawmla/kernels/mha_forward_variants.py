@@ -125,17 +125,23 @@ def box_rows(tile_keys: int, in_pieces: bool) -> int:
 
 
 def flex_spec(
-    dtype: str, d_qk: int, d_v: int, keys: int, max_scores: bool, header: tuple[str, str]
+    dtype: str,
+    d_qk: int,
+    d_v: int,
+    keys: int,
+    max_scores: bool,
+    header: tuple[str, str],
+    grouped: bool = False,
 ) -> jit.KernelSpec:
     """The variant for functions and lists of blocks, with a number of keys in a tile; ``header`` is of
-    `rawmla.flex.mods`.
+    `rawmla.flex.mods`, ``grouped``: query heads share tiles.
     """
     tile = tile_in_blocks(d_qk, d_v)._replace(keys=keys)
-    features = {"FLEX": True, "MAX_SCORES": max_scores}
+    features = {"FLEX": True, "FLEX_GROUPED": grouped, "MAX_SCORES": max_scores}
     return _variant(dtype, padded(d_qk), padded(d_v), tile, features, headers=(header,))
 
 
-_FEATURES = {"ALIBI": False, "FLEX": False, "MAX_SCORES": False, "SOFTCAP": False, "WINDOW": False}
+_FEATURES = dict.fromkeys(("ALIBI", "FLEX", "FLEX_GROUPED", "MAX_SCORES", "SOFTCAP", "WINDOW"), False)
 
 
 def _variant(

@@ -163,6 +163,7 @@ FAMILIES = (
         flex-b2-s8192-{h16-d128-full,h16-d128-causal,h16kv2-d128-causal,h16-d128-window1024}
         flex-b2-s8192-h16-{d128-causal-alibi,d128-causal-softcap,d128-documents900,d64-causal}
         flex-b2-s8192-h16-d128-{causal-bias,prefix2048,causal-cuda,causal-block64,causal-lse-max}
+        flex-b32-q1-k4096-h32kv8-d128-{causal,causal-alibi}
         """,
         IN_TURNS,
     ),

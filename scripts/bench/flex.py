@@ -21,7 +21,7 @@ SOFTCAP = 30.0
 
 @dataclass(eq=False)
 class FlexCase(AttentionCase):
-    """One forward call: b requests of s query tokens and s keys each.
+    """One forward call: b requests of s keys each, and as many query tokens, or s_q, which are the last.
 
     `mask`: "full", "causal"; causal and besides "window", the `extent` keys before a query's own, or
     "documents" of `extent` tokens each; or "prefix", causal after `extent` tokens that everyone attends.
@@ -31,13 +31,14 @@ class FlexCase(AttentionCase):
     """
 
     template = (
-        "flex-b{b}-s{s}-h{h_q}[kv{h_kv}]-d{d}-{mask:full|causal|window|documents|prefix}[{extent}]"
+        "flex-b{b}-(s|q{s_q}-k){s}-h{h_q}[kv{h_kv}]-d{d}-{mask:full|causal|window|documents|prefix}[{extent}]"
         "[-{score:alibi|softcap|bias|scale|scalar}][-block{block_size}][-{cuda}][-{further:lse-max}]"
     )
     s: int
     h_q: int
     d: int
     mask: str
+    s_q: int = 0
     h_kv: int = 0
     extent: int = 0
     score: str | None = None
@@ -47,16 +48,17 @@ class FlexCase(AttentionCase):
 
     def __post_init__(self) -> None:
         self.h_kv = self.h_kv or self.h_q
+        self.s_q = self.s_q or self.s
 
     def flops(self) -> int:
         """Q·K^T and P·V in the blocks of BLOCK x BLOCK positions of which any is attended."""
-        share = blocks_of(self.s, self.mask, self.extent)[0].double().mean()
-        return int(4 * self.d * self.h_q * self.b * self.s**2 * float(share))
+        rows = blocks_of(self.s, self.mask, self.extent)[0][(self.s - self.s_q) // BLOCK :]
+        return int(4 * self.d * self.h_q * self.b * self.s_q * self.s * float(rows.double().mean()))
 
     def bytes_moved(self) -> int:
         """q, k and v read once, out, lse and max_scores written."""
-        values = 2 * self.d * 2 * (self.h_q + self.h_kv)
-        return self.b * self.s * (values + (8 * self.h_q if self.further else 0))
+        keys = self.s * self.h_kv * 4 * self.d
+        return self.b * (keys + self.s_q * self.h_q * (4 * self.d + (8 if self.further else 0)))
 
     def make_inputs(self, device: str = "cuda") -> Arrays:
         """q, k, v `[b, h, s, d]` normal(0, 1); and the `table` that the score function reads: a slope or a
@@ -75,14 +77,14 @@ class FlexCase(AttentionCase):
             "scalar": lambda: torch.tensor(1.5, device=device),
         }
         return Arrays(
-            q=normal(self.b, self.h_q, self.s, self.d),
+            q=normal(self.b, self.h_q, self.s_q, self.d),
             k=normal(self.b, self.h_kv, self.s, self.d),
             v=normal(self.b, self.h_kv, self.s, self.d),
             table=tables.get(self.score, lambda: None)(),
         )
 
-    def score_function(self, table: Any) -> Any:
-        """The score function in Python, or None."""
+    def score_function(self, table: Any, first: int = 0) -> Any:
+        """The score function in Python, or None; query 0 stands at key `first`."""
         last = self.s - 1
         functions: dict[str | None, Any] = {
             "alibi": lambda score, b, h, q_idx, kv_idx: score + table[h] * (kv_idx - q_idx),
@@ -91,7 +93,10 @@ class FlexCase(AttentionCase):
             "scale": lambda score, b, h, q_idx, kv_idx: score * table[h],
             "scalar": lambda score, b, h, q_idx, kv_idx: score * table,
         }
-        return functions.get(self.score)
+        function = functions.get(self.score)
+        if function is None or not first:
+            return function
+        return lambda score, b, h, q_idx, kv_idx: function(score, b, h, q_idx + first, kv_idx)
 
     def of_request(self, array: Any, number: int, keys: bool = False) -> Any:
         return array[number].transpose(0, 1)
@@ -117,20 +122,26 @@ class FlexCase(AttentionCase):
             results = out, dout, inputs.lse[number, heads]
         return Request(q, k, v, seen, score, results=results)
 
+    def functions(self, inputs: Arrays) -> tuple[Any, Any]:
+        """The score and the mask function of the call, or None."""
+        first = self.s - self.s_q
+        mask = mask_function(self.mask, self.extent, self.s, inputs.q.device, first)
+        return self.score_function(inputs.table, first), mask
+
     def block_mask(self, inputs: Arrays) -> Any:
         """rawmla's block mask, or None."""
-        mask = mask_function(self.mask, self.extent, self.s, inputs.q.device)
+        mask = self.functions(inputs)[1]
         if self.cuda:
             mask = rawmla.CudaMod("q_idx >= kv_idx")
         if mask is None:
             return None
         return rawmla.create_block_mask(
-            mask, None, None, self.s, self.s, device="cuda", BLOCK_SIZE=self.block_size
+            mask, None, None, self.s_q, self.s, device="cuda", BLOCK_SIZE=self.block_size
         )
 
     def prepare(self) -> Prepared:
         inputs = self.make_inputs()
-        score, block_mask = self.score_function(inputs.table), self.block_mask(inputs)
+        score, block_mask = self.functions(inputs)[0], self.block_mask(inputs)
         wanted = rawmla.AuxRequest(lse=True, max_scores=True) if self.further else None
         arrays, gqa = (inputs.q, inputs.k, inputs.v), self.h_kv != self.h_q
 
@@ -156,12 +167,11 @@ class FlexCase(AttentionCase):
             import flash_attn.cute  # noqa: F401  (torch's error for want of it is none of an import)
         from torch.nn.attention import flex_attention as module
 
-        score = self.score_function(inputs.table)
-        mask = mask_function(self.mask, self.extent, self.s, inputs.q.device)
+        score, mask = self.functions(inputs)
         block_mask = None
         if mask is not None:
             device = inputs.q.device.type
-            block_mask = module.create_block_mask(mask, None, None, self.s, self.s, device=device)
+            block_mask = module.create_block_mask(mask, None, None, self.s_q, self.s, device=device)
         # Else it would stop compiling after some cases, since they share a function.
         torch._dynamo.reset()
         compiled = torch.compile(module.flex_attention, dynamic=False, fullgraph=True)
@@ -179,8 +189,8 @@ def causal(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
     return q_idx >= kv_idx
 
 
-def mask_function(mask: str, extent: int, s: int, device: Any) -> Any:
-    """The mask function of this name in Python, None for "full".
+def mask_function(mask: str, extent: int, s: int, device: Any, first: int = 0) -> Any:
+    """The mask function of this name in Python, None for "full"; query 0 stands at key `first`.
 
     It reads tensors, numbers and modules only: else rawmla could not know it again, and would trace it at
     every call.
@@ -192,7 +202,10 @@ def mask_function(mask: str, extent: int, s: int, device: Any) -> Any:
         "documents": lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) & (documents[q_idx] == documents[kv_idx]),
         "prefix": lambda b, h, q_idx, kv_idx: (q_idx >= kv_idx) | (kv_idx < extent),
     }
-    return functions.get(mask)
+    function = functions.get(mask)
+    if function is None or not first:
+        return function
+    return lambda b, h, q_idx, kv_idx: function(b, h, q_idx + first, kv_idx)
 
 
 @cache
@@ -220,7 +233,7 @@ class FlexBackwardCase(FlexCase):
 
     def bytes_moved(self) -> int:
         """q, k, v, out, dout and lse read once, dq, dk and dv written."""
-        return 2 * super().bytes_moved() + 4 * self.b * self.s * self.h_q
+        return 2 * super().bytes_moved() + 4 * self.b * self.s_q * self.h_q
 
     def gradient_of_table(self, inputs: Arrays) -> Any:
         """The gradient of what the score function reads: a sum over all pairs, one head at a time."""
@@ -246,7 +259,7 @@ class FlexBackwardCase(FlexCase):
         block_mask = self.block_mask(inputs)
         if self.captured:
             inputs.table.requires_grad_()
-        score, gqa = self.score_function(inputs.table), self.h_kv != self.h_q
+        score, gqa = self.functions(inputs)[0], self.h_kv != self.h_q
         with torch.no_grad():  # else autograd would keep what a captured tensor needs
             out, lse = rawmla.flex_attention(
                 *(inputs.q, inputs.k, inputs.v, score, block_mask), enable_gqa=gqa, return_lse=True

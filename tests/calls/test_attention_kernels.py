@@ -231,7 +231,33 @@ def test_scratch(device: Device, seqlen_q: int, counted: bool) -> None:
 def test_sections_of_heads(device: Device) -> None:
     """As many as leave K and V in L2, in powers of two or all there are."""
     for seqlen_k, section in ((0, 16), (500, 16), (100_000, 4), (10_000_000, 4)):
-        assert forward_params(device, seqlen_k=seqlen_k, lists=None)["section"] == section
+        found = forward_params(device, seqlen_q=512, seqlen_k=seqlen_k, lists=None)
+        assert found["section"] == section
+
+
+@pytest.mark.parametrize("max_scores", (False, True))
+@pytest.mark.parametrize(
+    ("seqlen_q", "h_kv", "list_heads", "group"),
+    (
+        (1, 2, None, 4),
+        (17, 2, 1, 4),
+        (300, 2, 1, 4),
+        (512, 2, 1, 1),  # no fewer tiles
+        (1, 8, 1, 1),
+        (1, 2, 2, 1),  # lists of their own
+        (1, 2, 8, 1),
+    ),
+)
+def test_query_heads_share_tiles(
+    device: Device, seqlen_q: int, h_kv: int, list_heads: int | None, group: int, max_scores: bool
+) -> None:
+    """Where they then need fewer tiles, and have one list."""
+    lists = None if list_heads is None else EXPECTED_LISTS._replace(heads=list_heads)
+    found = forward_params(device, seqlen_q=seqlen_q, h_kv=h_kv, lists=lists, max_scores=max_scores)
+    assert (found["log2_group"], found["heads"]) == (group.bit_length() - 1, HQ // group)
+    assert found["heads_per_kv"] == HQ // group // h_kv
+    assert found["tiles_per_head"] == -(-seqlen_q * group // 128)
+    assert dict(device.kernels[0].spec.defines)["FLEX_GROUPED"] == (group > 1)
 
 
 def test_text_is_part_of_the_variant() -> None:

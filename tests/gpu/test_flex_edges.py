@@ -66,7 +66,9 @@ def in_no_order(listed: Any) -> tuple[Any, Any]:
     return counts, order.masked_fill(behind, GARBAGE)
 
 
-def given_lists(case: FlexCase, batches: int, heads: int, kinds: tuple[int, ...] = (1, 2)) -> BackwardInputs:
+def given_lists(
+    case: FlexCase, batches: int, heads: int, kinds: tuple[int, ...] = (1, 2), mask_name: str = "random"
+) -> BackwardInputs:
     """A call with lists at random by rows and by columns, which do not agree with the mask.
 
     `kinds`: which lists may have entries: 1, of partial blocks, and 2, of full ones.
@@ -74,7 +76,7 @@ def given_lists(case: FlexCase, batches: int, heads: int, kinds: tuple[int, ...]
     inputs = make_flex_inputs(case)
     for tensor in captured_tensors(inputs).values():
         tensor.requires_grad_()
-    mask = MASKS["random"](case.sizes("cuda"))
+    mask = MASKS[mask_name](case.sizes("cuda"))
     draw = torch.Generator("cuda").manual_seed(case.seed)
     rows, columns = (-(-n // size) for n, size in zip((case.s_q, case.s_k), case.block, strict=True))
     states = torch.randint(0, 3, (batches, heads, rows, columns), generator=draw, device="cuda")
@@ -104,10 +106,12 @@ def test_lists_are_obeyed(block: tuple[int, int], kinds: tuple[int, ...]) -> Non
     ("batches", "heads"), ((1, 1), (1, 3), (2, 1), (2, 2), (4, 6), (1, 6), (4, 1)), ids=str
 )
 def test_lists_of_fewer_requests_and_heads(batches: int, heads: int, block: tuple[int, int]) -> None:
-    """Batch and head are taken modulo those of the lists; keys that all requests share too."""
-    for b_kv in (0, 1):
-        case = FlexCase(b=4, b_kv=b_kv, h_q=6, h_kv=3, s_q=200, s_k=500, block=block, score="head scale")
-        check_both(given_lists(case, batches, heads))
+    """Batch and head are taken modulo those of the lists; keys that all requests share too. Query heads share
+    tiles of 150 tokens where there is one list for them.
+    """
+    for b_kv, s_q, mask in ((0, 200, "random"), (1, 150, "per head")):
+        case = FlexCase(b=4, b_kv=b_kv, h_q=6, h_kv=3, s_q=s_q, s_k=500, block=block, score="head scale")
+        check_both(given_lists(case, batches, heads, mask_name=mask))
 
 
 def listed_call(**options: Any) -> tuple[BackwardInputs, Any, Any]:
@@ -521,19 +525,23 @@ def test_a_captured_gradient_past_2_31_elements(form: str) -> None:
     check_backward(at_end, (dq, dk, dv, {"table": captured["table"][-read:].clone()}))
 
 
+@pytest.mark.parametrize("h_kv", (4, 1))
 @pytest.mark.parametrize("mask", (None, "window"))
 @pytest.mark.parametrize("s_q", (1, 70))
-def test_few_queries_over_many_keys(s_q: int, mask: str | None) -> None:
+def test_few_queries_over_many_keys(s_q: int, mask: str | None, h_kv: int) -> None:
     """Keys are split over multiprocessors; results are those of dense attention within roundings of out."""
     b, h, s_k, d = 2, 4, 20_000, 128
-    q, k, v = (torch.randn(b, h, s, d, dtype=torch.bfloat16, device="cuda") for s in (s_q, s_k, s_k))
+    q, k, v = (
+        torch.randn(b, heads, s, d, dtype=torch.bfloat16, device="cuda")
+        for heads, s in ((h, s_q), (h_kv, s_k), (h_kv, s_k))
+    )
     first = s_k - s_q
 
     def in_window(b: Any, h: Any, q: Any, k: Any) -> Any:
         return (q + first >= k) & (q + first - k <= 3000)
 
     lists = None if mask is None else rawmla.create_block_mask(in_window, None, None, s_q, s_k)
-    out, lse = rawmla.flex_attention(q, k, v, block_mask=lists, return_lse=True)
+    out, lse = rawmla.flex_attention(q, k, v, block_mask=lists, enable_gqa=True, return_lse=True)
     window = (-1, -1) if mask is None else (3000, 0)
     want, want_lse = rawmla.flash_attn_func(*[x.transpose(1, 2) for x in (q, k, v)], window_size=window)
     torch.testing.assert_close(out, want.transpose(1, 2), rtol=2**-7, atol=2**-10)
