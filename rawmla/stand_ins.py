@@ -80,6 +80,9 @@ class NoFramework:
         ]
         return lambda: [*made, StandIn()]
 
+    def kind_check(self, arrays: Sequence[Any]) -> None:
+        pass
+
     def fill(self, array: Any, value: float) -> None:
         pass
 

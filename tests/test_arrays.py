@@ -12,6 +12,7 @@ import pytest
 from rawmla.call import arrays, frameworks
 from rawmla.call.arrays import inspect
 from rawmla.call.frameworks import CupyFramework, NewArray, TorchFramework
+from rawmla.call.memo import Kind
 from rawmla.errors import MissingDependencyError
 
 cupy = pytest.importorskip("cupy")
@@ -220,6 +221,39 @@ class TestTorch:
         with pytest.raises(TypeError, match=r"^q: expected an array with memory .*OnCuda of shape \[2, 3\]"):
             inspect(tensor, "q")
         assert inspect(empty, "q").shape == (0, 3)
+
+    def test_a_kind_is_known_again(self, torch: Any) -> None:
+        """Not so where a reader gives something else than an address, or refuses the tensor."""
+        framework = TorchFramework(torch)
+
+        def make() -> Any:
+            return torch.zeros(2, 3, dtype=torch.complex64)
+
+        def kind_of(*tensors: Any) -> Kind[str]:
+            views = [(x.data_ptr(), x.shape, x.stride(), "float32", 0, framework, x) for x in tensors]
+            return Kind([None, *views, None], "call")
+
+        x, y, z = make().real, make().real, torch.zeros(3)
+        kind = kind_of(x, z)
+        for others in ((x, z), (y, z.clone())):
+            assert kind.addresses((None, *others, None)) == [0, *[one.data_ptr() for one in others], 0]
+        freed = make().real
+        freed.untyped_storage().resize_(0)
+        other_tensors = {
+            "shape": make().real[:1],
+            "strides": torch.zeros(2, 3),
+            "dtype": make().real.view(torch.int32),
+            "device": torch.zeros(2, 3, dtype=torch.complex64, device="meta").real,
+            "alignment": make().imag,
+            "sign": make().conj().imag,
+            "gradient": make().real.requires_grad_(),
+            "memory": freed,
+        }
+        for name, other in other_tensors.items():
+            assert kind.addresses((None, other, z, None)) is None, name
+            assert kind_of(other, z).addresses((None, x, z, None)) is None, name
+        framework._guards = None
+        assert kind_of(x, z).addresses((None, x, z, None)) is None
 
     @pytest.mark.parametrize("has_fast", (True, False))
     @pytest.mark.parametrize("device", (0, 1))

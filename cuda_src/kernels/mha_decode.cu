@@ -467,15 +467,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) mha_decode(const __gri
     prefetch_lengths(params);
     if (!params.runs_beside) griddepcontrol_wait();
     griddepcontrol_launch_dependents();
-    if (wg == 0) {
-        auto& counts = reinterpret_cast<i64(&)[kCounts]>(smem.k);  // where nothing is copied yet
-        if (!params.is_whole) count_blocks(params, counts);
-        named_barrier_sync(NB_MATH, 128);
-        if (warp_idx == 0) {
-            const Share share =
-                params.is_whole ? whole_pairs(params, blockIdx.x) : share_of_cta(params, counts);
-            if (lane_index() == 0) smem.share = share;
-        }
+    auto& counts = reinterpret_cast<i64(&)[kCounts]>(smem.k);  // where nothing is copied yet
+    if (wg == 0 && !params.is_whole) count_blocks(params, counts);
+    __syncthreads();
+    if (threadIdx.x < 32) {
+        const Share share = params.is_whole ? whole_pairs(params, blockIdx.x) : share_of_cta(params, counts);
+        if (lane_index() == 0) smem.share = share;
     }
     __syncthreads();
 

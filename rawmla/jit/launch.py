@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import struct
-import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -31,6 +30,19 @@ _PARAMS_ALIGN = 128  # of CUtensorMap members; 64 would do before CUDA 13
 
 NO_LAUNCH = -1
 """Given as a stream, it makes a launch do nothing: what remains is the loading of the kernel."""
+
+_unused: list[tuple[Driver, int, object]] = []
+"""Code of kernels that nobody has any more, with driver and context. Python may collect a kernel at any time,
+and the driver gives up every capture of a CUDA graph during which code is unloaded.
+"""
+
+
+def unload_unused() -> None:
+    """Unload the code of kernels that nobody has any more; not while a CUDA graph is captured."""
+    while _unused:
+        driver, context, module = _unused.pop()
+        with driver.in_context(context):  # the driver unloads code in the context that is current
+            del module
 
 
 class _Buffers:
@@ -96,7 +108,7 @@ class Kernel:
         keep_loaded: Callable[[Kernel], None] | None = None,
     ) -> None:
         """``keep_loaded`` is called once with this kernel, when a stream that is captured launches it."""
-        self._module = module  # unloads the code when it is collected
+        self._module = module  # holds the code
         self.spec = spec
         self.device = device
         self.meta = meta
@@ -113,12 +125,10 @@ class Kernel:
         self._keep_loaded = keep_loaded
         self._free: dict[tuple[tuple[int, int, int] | None, bool], list[_Buffers]] = {}
 
-    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        # The driver unloads code in the context that is current, and any thread can let go of a kernel last.
+    def __del__(self, unused: list[tuple[Driver, int, object]] = _unused) -> None:
         # The default outlives the globals of this module, which are gone when the interpreter ends.
-        if self._module is not None and not is_finalizing():
-            with self._driver.in_context(self._context):
-                self._module = None
+        if self._module is not None:
+            unused.append((self._driver, self._context, self._module))
 
     def launch(
         self,

@@ -17,7 +17,7 @@ from rawmla.errors import (
 )
 from rawmla.jit.builder import CompiledKernel, build
 from rawmla.jit.driver import Driver, device_info, get_driver
-from rawmla.jit.launch import Kernel
+from rawmla.jit.launch import Kernel, unload_unused
 from rawmla.jit.spec import KernelSpec
 from rawmla.jit.table import BoundedTable
 
@@ -25,7 +25,7 @@ _FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
 
 # A captured graph needs the code of its kernels and does not hold it. Our own variants are few, and stay.
 # Variants with user text have no end: those that a capture launched stay too, and of the others the least
-# recently used go, unless a prepared launch holds them.
+# recently used go, unless a prepared launch holds them: they are unloaded when the next kernel is loaded.
 USER_KERNELS = 512
 _kernels: dict[tuple[KernelSpec, int], Kernel] = {}
 _user_kernels: BoundedTable[tuple[KernelSpec, int], Kernel] = BoundedTable(USER_KERNELS)
@@ -63,6 +63,7 @@ def get_kernel(spec: KernelSpec, device: int, *, capturing: Callable[[], bool] |
         if kernel is None:
             require_supported(device)
             compiled = build(spec)
+            unload_unused()
             kernel = _load(compiled, device)
             table = _user_kernels if spec.user_text else _kernels
             table[(spec, device)] = kernel

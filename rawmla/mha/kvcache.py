@@ -9,10 +9,10 @@ from math import prod
 from typing import Any, NamedTuple
 
 from ..call.arguments import Arg, Sizes, check_arguments, check_dtype, check_places, check_shape
-from ..call.arrays import READERS, is_array
+from ..call.arrays import READERS, address_of, is_array
 from ..call.checks import as_bool, as_int, as_softmax_scale, check_groups, show, usable_strides
 from ..call.frameworks import Fields, NewArray
-from ..call.memo import Memo
+from ..call.memo import Kind, Memo
 from ..kernels.common import FLOAT_DTYPES
 from ..kernels.mha_cached import PreparedCached, decode_tokens, reads_pages
 from ..kernels.mha_decode import MhaDecodeCall
@@ -83,7 +83,9 @@ class CacheOptions(NamedTuple):
 
 
 _ALL = as_window(NO_WINDOW)
-_calls: Memo[Prepared] = Memo(shared=True)
+_kinds: Memo[Kind[Prepared]] = Memo(shared=True)
+_latest: Memo[Kind[Prepared]] = Memo(shared=True)
+"""The latest kind by options and classes of arrays."""
 
 
 def cache_options_of(
@@ -125,9 +127,45 @@ def attend_cache(arrays: CacheArrays, options: CacheOptions) -> tuple[Any, Any]:
         # A number changes from call to call, so it is no part of what is kept.
         length = max(-NO_BOUND, min(as_int("cache_seqlens", length), NO_BOUND))
         arrays = arrays._replace(cache_seqlens=None)
+    way = (options, has_length, *map(type, arrays))
+    kind = _latest.get(way)
+    addresses = None if kind is None else kind.addresses(arrays)
+    if kind is None or addresses is None:
+        kind, views = _read(arrays, options, has_length)
+        addresses = [address_of(view) for view in views]
+        if kind.call.copied is None:
+            _latest.keep(way, kind)
+        elif kind.call.launch is not None:
+            places = [CacheArrays._fields.index(name) for name in _COPIED]
+            of_copies, copies = copy_where(kind.call.copied, [views[place] for place in places], _COPIED)
+            for place, address in zip(places, of_copies, strict=True):
+                addresses[place] = address
+    allocate, launch, *_ = kind.call
+
+    pointer = kind.framework.pointer
+    if arrays.out is None:
+        out, lse, scratch = allocate()
+        out_ptr = pointer(out)
+    else:
+        lse, scratch = allocate()
+        out, out_ptr = arrays.out, addresses[-1]
+    if launch is not None:
+        launch(
+            kind.framework.current_stream(kind.device),
+            (*addresses[:3], out_ptr, pointer(lse), *addresses[3:-1]),
+            0 if scratch is None else pointer(scratch),
+            length if has_length else NO_BOUND,
+        )
+    return out, lse
+
+
+def _read(
+    arrays: CacheArrays, options: CacheOptions, has_length: bool
+) -> tuple[Kind[Prepared], list[Fields | None]]:
+    """Read the arrays of a call, and find or prepare its kind."""
     # The key has what checks depend on, as in dense decoding.
     key: list[Any] = [options, has_length]
-    views: list[Any] = []
+    views: list[Fields | None] = []
     for name, x in zip(CacheArrays._fields, arrays, strict=True):
         if x is None and name not in _REQUIRED:
             views.append(None)
@@ -136,35 +174,14 @@ def attend_cache(arrays: CacheArrays, options: CacheOptions) -> tuple[Any, Any]:
             view = READERS[type(x)](x, name)
             views.append(view)
             key += view[0] & 15, view[1:6]
-    kind = tuple(key)
-    call = _calls.get(kind)
-    if call is None or call.mixes_frameworks:
+    names = tuple(key)
+    kind = _kinds.get(names)
+    if kind is None or kind.call.mixes_frameworks:
         read = CacheArrays._make(views)
-        call = call or _calls.keep(kind, _prepare(read, options, has_length))
+        if kind is None:
+            kind = _kinds.keep(names, Kind(views, _prepare(read, options, has_length)))
         check_places(read._asdict())
-    allocate, launch, copied, *_ = call
-
-    q, k_cache, v_cache, *others = views
-    addresses = [0 if view is None else view[0] for view in others[:-1]]
-    q_ptr = q[0]
-    if copied is not None and launch is not None:
-        (q_ptr, *addresses[:4]), copies = copy_where(copied, (q, *others[:4]), _COPIED)
-    _, _, _, _, device, framework, _ = q
-    pointer = framework.pointer
-    if arrays.out is None:
-        out, lse, scratch = allocate()
-        out_ptr = pointer(out)
-    else:
-        lse, scratch = allocate()
-        out, out_ptr = arrays.out, others[-1][0]
-    if launch is not None:
-        launch(
-            framework.current_stream(device),
-            (q_ptr, k_cache[0], v_cache[0], out_ptr, pointer(lse), *addresses),
-            0 if scratch is None else pointer(scratch),
-            length if has_length else NO_BOUND,
-        )
-    return out, lse
+    return kind, views
 
 
 def takes_any_tokens(is_fp8: bool, block_size: int) -> bool:

@@ -111,6 +111,17 @@ class FakeFramework:
     def fill(self, array: FakeArray, value: float) -> None:
         self.filled.append((array, value))
 
+    def kind_check(self, given: Sequence[FakeArray]) -> Callable[..., bool]:
+        def kinds(arrays: Sequence[FakeArray]) -> list[Any]:
+            strides = [contiguous(x.shape) if x.strides is None else x.strides for x in arrays]
+            return [
+                (x.shape, steps, x.dtype, x.device, x.framework)
+                for x, steps in zip(arrays, strides, strict=True)
+            ]
+
+        kept = kinds(given)
+        return lambda *others: kinds(others) == kept
+
     def pointer(self, array: FakeArray) -> int:
         assert array.framework in (None, self), "an array of another framework"
         return array.ptr

@@ -26,26 +26,22 @@ DECODE = KvCacheCase(lengths=(300,) * 4, h_q=32, h_kv=8, causal=True)
 pytestmark = pytest.mark.unpoisoned
 
 
-def times_of_calls(call: Callable[[], Any], count: int) -> list[float]:
-    """Microseconds of each call."""
-    times = []
-    for turn in range(count):
-        begin = time.perf_counter_ns()
-        call()
-        times.append((time.perf_counter_ns() - begin) / 1000)
+def medians(record_property: Any, **calls: Callable[[], Any]) -> list[float]:
+    """Median microseconds of 1,000 calls of each, in turns, after some that load kernels."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(1020):
+        for name, call in calls.items():
+            begin = time.perf_counter_ns()
+            call()
+            times[name].append((time.perf_counter_ns() - begin) / 1000)
         if turn % CALLS_IN_FLIGHT == 0:
             torch.cuda.synchronize()  # so that a full launch queue is not what is measured
-    return times
-
-
-def median_of(name: str, call: Callable[[], Any], record_property: Any) -> float:
-    """Median of 1,000 calls, after some that load kernels."""
-    times_of_calls(call, 20)
-    times = times_of_calls(call, 1000)
-    median = statistics.median(times)
-    print(f"\nhost time, {name}: median {median:.1f}, fastest {min(times):.1f} us")
-    record_property("median_us", median)
-    return median
+    found = []
+    for name, all_times in times.items():
+        found.append(statistics.median(all_times[20:]))
+        print(f"\nhost time, {name}: median {found[-1]:.1f}, fastest {min(all_times):.1f} us")
+        record_property(f"{name}_us", found[-1])
+    return found
 
 
 @pytest.mark.parametrize("form", ("object", "tensors"))
@@ -55,15 +51,19 @@ def test_mla_decoding(s_k: int, form: str, record_property: Any) -> None:
     planned = (inputs.cache_seqlens, 16, 1) if form == "tensors" else ()
     arguments = (*call_arguments(inputs), *rawmla.get_mla_metadata(*planned))
     call = lambda: rawmla.flash_mla_with_kvcache(*arguments)  # noqa: E731
-    assert median_of(f"s_k {s_k}, {form}", call, record_property) < LIMIT_US
+    (own,) = medians(record_property, own=call)
+    assert own < LIMIT_US
 
 
 @pytest.mark.parametrize("changes", ({}, {"new": 1, "rotary": 1.0}), ids=("decoding", "appending"))
 def test_attention_over_caches(changes: dict[str, Any], record_property: Any) -> None:
     """By rawmla's own function, and by FlashAttention-2's."""
     given = kvcache_call(make_kvcache_inputs(KvCacheCase(**{**vars(DECODE), **changes}))).arguments
-    own = median_of("kvcache", lambda: rawmla.flash_attn_with_kvcache(**given), record_property)
-    door = median_of("door", lambda: fa2.flash_attn_with_kvcache(**given), record_property)
+    own, door = medians(
+        record_property,
+        own=lambda: rawmla.flash_attn_with_kvcache(**given),
+        door=lambda: fa2.flash_attn_with_kvcache(**given),
+    )
     assert own < LIMIT_US and door < own + DOOR_LIMIT_US
 
 
@@ -76,8 +76,6 @@ def test_door_of_dense_attention(varlen: bool, record_property: Any) -> None:
         functions = rawmla.flash_attn_varlen_func, fa2.flash_attn_varlen_func
     else:
         given, functions = (q, q, q), (rawmla.flash_attn_func, fa2.flash_attn_func)
-    own, door = [
-        median_of(name, lambda f=f: f(*given), record_property)
-        for name, f in zip(("own", "door"), functions, strict=True)
-    ]
+    of_own, of_door = functions
+    own, door = medians(record_property, own=lambda: of_own(*given), door=lambda: of_door(*given))
     assert door < own + DOOR_LIMIT_US
