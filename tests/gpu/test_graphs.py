@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -21,6 +22,9 @@ from operations import OPERATIONS, Operation, assert_results, for_each, for_firs
 from operations.dense import make_dense_call
 from operations.memory import all_canaries, fill_with_canaries, strided
 from operations.mla_decode import make_dense_call as make_decode_call
+from rawmla import jit
+from rawmla.jit import launch
+from rawmla.kernels import default_specs
 
 PLANS = ("object", "object, invariant", "tensors, inside", "tensors, outside")
 
@@ -237,6 +241,21 @@ def test_warmup_call(operation: Operation, case: Any) -> None:
         graph.replay()
         assert_results("replayed", call, got, want)
         torch.cuda.synchronize()  # before the kernels are let go of
+
+
+def test_a_kernel_is_collected_in_a_capture() -> None:
+    """Its code stays until the next kernel is loaded: an unload would end the capture."""
+    first, second, *_ = default_specs()
+    with no_kernel_loaded():
+        kernels = [jit.get_kernel(first, 0)]
+    x = torch.ones(3, device="cuda")
+    graph, y = capture(lambda: (kernels.clear(), gc.collect(), x + 1)[-1])
+    graph.replay()
+    assert y.tolist() == [2, 2, 2]
+    assert launch._unused
+    with no_kernel_loaded():
+        jit.get_kernel(second, 0)
+        assert not launch._unused
 
 
 def test_warmup_by_name() -> None:
