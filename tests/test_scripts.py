@@ -416,7 +416,10 @@ FULL = "import pytest\ndef test_one(): pass\n@pytest.mark.full\ndef test_two(): 
 def test_the_tests_of_a_tree(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
     """Counted per file, with --full; what measures time runs alone. A file without a test is no pass."""
     pytest.importorskip("xdist")
-    alone = "import os\ndef test_alone(): assert 'PYTEST_XDIST_WORKER' not in os.environ\n"
+    alone = (
+        "import os\ndef test_alone(record_property):\n assert 'PYTEST_XDIST_WORKER' not in os.environ\n"
+        " record_property('call', 20.5)\n"
+    )
     files = {"test_b": FULL, "test_emulated_c": FULL, "test_host_time": alone, "gpu__test_a": "\n"}
     small_tree(tmp_path, monkeypatch, **files)
     assert check.test_files() == [
@@ -432,6 +435,8 @@ def test_the_tests_of_a_tree(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
         "tests/test_emulated_c.py": (2, 0, 0),
         "tests/test_host_time.py": (1, 0, 0),
     }
+    assert [row["measured_us"] for row in part["rows"] if "measured_us" in row] == [{"call": 20.5}]
+    assert "| call | 20.5 |" in pages.performance_page([part])
     for text, good, counted in (
         ('import pytest\npytest.skip("no such GPU", allow_module_level=True)\n', True, [(0, 0, 1)]),
         ("\n", False, []),

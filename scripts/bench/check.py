@@ -83,7 +83,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 def parse_junit(text: str) -> dict[str, Counts]:
     """Counts per file of a JUnit report of the family xunit1, which names files: passed, failed, skipped,
-    reasons, and the seconds of its tests.
+    reasons, the seconds of its tests, and the microseconds that they measured.
     """
     found: dict[str, Counts] = {}
     for case in ElementTree.fromstring(text).iter("testcase"):
@@ -94,6 +94,11 @@ def parse_junit(text: str) -> dict[str, Counts]:
         counts = found.setdefault(file, {**empty, "failures": [], "seconds": 0.0})
         name = f"{module}::{case.get('name')}"
         counts["seconds"] = round(counts["seconds"] + float(case.get("time", "0")), 3)
+        if re.search(MEASURING_TESTS, file):
+            measured = {
+                given.get("name"): float(given.get("value", "nan")) for given in case.iter("property")
+            }
+            counts.setdefault("measured_us", {}).update(measured)
         skipped = case.find("skipped")
         if case.find("failure") is not None or case.find("error") is not None:
             counts["failed"] += 1

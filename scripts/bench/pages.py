@@ -21,6 +21,11 @@ WHAT_IS_SHOWN = (
     "µs](docs/performance.md), [how it is measured](docs/benchmark.md)."
 )
 
+HOST_TIME = (
+    "The time until a call returns to Python, median of 1,000 calls with a wait for the GPU after every 40. "
+    "Ways to call one operation take turns."
+)
+
 
 def describe_tests(parts: Sequence[record.Part]) -> str:
     """What tests and sanitizer found, in the results that count, and how many results do not."""
@@ -43,6 +48,13 @@ def runs_again(parts: Sequence[record.Part]) -> list[str]:
         for stage, words in record.IN_WORDS.items()
         for name, rows in record.repeated(parts, stage).items()
     ]
+
+
+def host_time_cells(parts: Sequence[record.Part]) -> Cells:
+    """A row for each call whose host time the tests measured."""
+    rows = record.latest(parts, "tests")
+    measured = [each for row in rows for each in row.get("measured_us", {}).items()]
+    return [["warm call", "µs"], *[[name, f"{median:.1f}"] for name, median in measured]]
 
 
 def parts_cells(parts: Sequence[record.Part]) -> Cells:
@@ -117,6 +129,9 @@ def performance_page(parts: Sequence[record.Part]) -> str:
     ]
     if any(part["stage"] == "bench" for part in parts):
         texts += bench_texts(parts)
+    host_times = host_time_cells(parts)
+    if len(host_times) > 1:
+        texts += ["## Host time", HOST_TIME, markdown(host_times, code=False)]
     texts += ["## Tests", describe_tests(parts)]
     reasons = {reason for row in record.latest(parts, "tests") for reason in row["skip_reasons"]}
     if reasons:

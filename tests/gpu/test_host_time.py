@@ -26,7 +26,7 @@ DECODE = KvCacheCase(lengths=(300,) * 4, h_q=32, h_kv=8, causal=True)
 pytestmark = pytest.mark.unpoisoned
 
 
-def medians(record_property: Any, **calls: Callable[[], Any]) -> list[float]:
+def medians(record_property: Any, calls: dict[str, Callable[[], Any]]) -> list[float]:
     """Median microseconds of 1,000 calls of each, in turns, after some that load kernels."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(1020):
@@ -40,18 +40,18 @@ def medians(record_property: Any, **calls: Callable[[], Any]) -> list[float]:
     for name, all_times in times.items():
         found.append(statistics.median(all_times[20:]))
         print(f"\nhost time, {name}: median {found[-1]:.1f}, fastest {min(all_times):.1f} us")
-        record_property(f"{name}_us", found[-1])
+        record_property(name, found[-1])
     return found
 
 
-@pytest.mark.parametrize("form", ("object", "tensors"))
+@pytest.mark.parametrize("form", ("an object", "tensors"))
 @pytest.mark.parametrize("s_k", (64, 8192), ids=("one_block", "split"))
 def test_mla_decoding(s_k: int, form: str, record_property: Any) -> None:
     inputs = make_dense_inputs(DenseCase(b=1, h_q=16, s_k=s_k))
     planned = (inputs.cache_seqlens, 16, 1) if form == "tensors" else ()
     arguments = (*call_arguments(inputs), *rawmla.get_mla_metadata(*planned))
-    call = lambda: rawmla.flash_mla_with_kvcache(*arguments)  # noqa: E731
-    (own,) = medians(record_property, own=call)
+    name = f"flash_mla_with_kvcache, {s_k} tokens, plan of {form}"
+    (own,) = medians(record_property, {name: lambda: rawmla.flash_mla_with_kvcache(*arguments)})
     assert own < LIMIT_US
 
 
@@ -59,11 +59,12 @@ def test_mla_decoding(s_k: int, form: str, record_property: Any) -> None:
 def test_attention_over_caches(changes: dict[str, Any], record_property: Any) -> None:
     """By rawmla's own function, and by FlashAttention-2's."""
     given = kvcache_call(make_kvcache_inputs(KvCacheCase(**{**vars(DECODE), **changes}))).arguments
-    own, door = medians(
-        record_property,
-        own=lambda: rawmla.flash_attn_with_kvcache(**given),
-        door=lambda: fa2.flash_attn_with_kvcache(**given),
-    )
+    name = "flash_attn_with_kvcache, " + ("appending" if changes else "decoding")
+    calls = {
+        name: lambda: rawmla.flash_attn_with_kvcache(**given),
+        f"{name}, of the drop-in": lambda: fa2.flash_attn_with_kvcache(**given),
+    }
+    own, door = medians(record_property, calls)
     assert own < LIMIT_US and door < own + DOOR_LIMIT_US
 
 
@@ -77,5 +78,7 @@ def test_door_of_dense_attention(varlen: bool, record_property: Any) -> None:
     else:
         given, functions = (q, q, q), (rawmla.flash_attn_func, fa2.flash_attn_func)
     of_own, of_door = functions
-    own, door = medians(record_property, own=lambda: of_own(*given), door=lambda: of_door(*given))
+    name = of_own.__name__
+    calls = {name: lambda: of_own(*given), f"{name}, of the drop-in": lambda: of_door(*given)}
+    own, door = medians(record_property, calls)
     assert door < own + DOOR_LIMIT_US
