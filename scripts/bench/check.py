@@ -95,10 +95,8 @@ def parse_junit(text: str) -> dict[str, Counts]:
         name = f"{module}::{case.get('name')}"
         counts["seconds"] = round(counts["seconds"] + float(case.get("time", "0")), 3)
         if re.search(MEASURING_TESTS, file):
-            measured = {
-                given.get("name"): float(given.get("value", "nan")) for given in case.iter("property")
-            }
-            counts.setdefault("measured_us", {}).update(measured)
+            properties = {each.get("name"): float(each.get("value", "nan")) for each in case.iter("property")}
+            counts.setdefault("measured_us", {}).update(properties)
         skipped = case.find("skipped")
         if case.find("failure") is not None or case.find("error") is not None:
             counts["failed"] += 1
