@@ -229,9 +229,11 @@ class TestTorch:
         def make() -> Any:
             return torch.zeros(2, 3, dtype=torch.complex64)
 
+        def view_of(x: Any) -> frameworks.Fields:
+            return x.data_ptr(), x.shape, x.stride(), "float32", 0, framework, x
+
         def kind_of(*tensors: Any) -> Kind[str]:
-            views = [(x.data_ptr(), x.shape, x.stride(), "float32", 0, framework, x) for x in tensors]
-            return Kind([None, *views, None], "call")
+            return Kind([None, *map(view_of, tensors), None], "call")
 
         x, y, z = make().real, make().real, torch.zeros(3)
         kind = kind_of(x, z)
@@ -252,8 +254,14 @@ class TestTorch:
         for name, other in other_tensors.items():
             assert kind.addresses((None, other, z, None)) is None, name
             assert kind_of(other, z).addresses((None, x, z, None)) is None, name
+        with torch.inference_mode():
+            assert kind.addresses((None, x, z, None)) is None
+            kind.learn([None, view_of(x), view_of(z), None])
+            assert kind.addresses((None, y, z, None)) == [0, y.data_ptr(), z.data_ptr(), 0]
+        kind.learn([None, view_of(x), (*view_of(z)[:5], None, z), None])
+        assert not kind.can_check  # arrays of two frameworks
         framework._guards = None
-        assert kind_of(x, z).addresses((None, x, z, None)) is None
+        assert not kind_of(x, z).can_check
 
     @pytest.mark.parametrize("has_fast", (True, False))
     @pytest.mark.parametrize("device", (0, 1))

@@ -345,8 +345,8 @@ def test_variants_with_text_are_bounded(loads: list[str]) -> None:
 def test_a_prepared_launch_keeps_its_kernel_loaded(
     library: FakeLibrary, loads: list[str], current: int | None
 ) -> None:
-    """Code is unloaded in its own context, whichever is current, and only when the next kernel is loaded:
-    then nobody captures a graph, which an unload would break.
+    """Code is unloaded in its own context, whichever is current, when the next kernel is loaded. At another
+    time a capture could be going on, which an unload would end.
     """
     library.set_current(current)
     prepared = get_kernel(with_text("a"), 0).prepare((1, 1, 1), PARAMS, CHANGING)

@@ -469,7 +469,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) mha_decode(const __gri
     griddepcontrol_launch_dependents();
     auto& counts = reinterpret_cast<i64(&)[kCounts]>(smem.k);  // where nothing is copied yet
     if (wg == 0 && !params.is_whole) count_blocks(params, counts);
-    __syncthreads();
+    __syncthreads();  // with a barrier of the warpgroup alone racecheck reports hazards that are none
     if (threadIdx.x < 32) {
         const Share share = params.is_whole ? whole_pairs(params, blockIdx.x) : share_of_cta(params, counts);
         if (lane_index() == 0) smem.share = share;

@@ -68,8 +68,10 @@ class Framework(Protocol):
         """`is_capturing(device)` as a function of no arguments, to be asked only where the answer matters."""
 
     def kind_check(self, arrays: Sequence[Any]) -> Callable[..., bool] | None:
-        """Find a function of as many arrays that says whether a reader gives what it gives of these, but for
-        addresses; None: there is none. It takes a fifth of the reader's time.
+        """Return a function that takes as many arrays, in a fifth of a reader's time.
+
+        Where it returns True, a reader gives the fields that it gives of these, apart from addresses and
+        arrays. It may return False of such arrays, too. None: there is no such function.
         """
 
     def determinism(self) -> bool:
@@ -172,7 +174,8 @@ class TorchFramework:
 
     def kind_check(self, tensors: Sequence[Any]) -> Callable[..., bool] | None:
         """See `Framework.kind_check`: by such functions torch.compile's programs know their inputs again.
-        There is none where a tensor requires grad.
+
+        There is none where a tensor requires grad: the function does not see whether grad is enabled.
         """
         if self._guards is None or any([x.requires_grad for x in tensors]):
             return None

@@ -6,7 +6,7 @@ parameters are worked out. The next call of the kind finds them by a key of shap
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any, Generic, TypeVar
 
@@ -36,47 +36,58 @@ class Memo(dict[Any, Value]):
 
     def keep(self, key: Any, value: Value) -> Value:
         """Remember `value`, and return it."""
-        if len(self) >= MAX_ENTRIES:
+        if len(self) >= MAX_ENTRIES and key not in self:
             self.clear()
         self[key] = value
         return value
 
 
 class Kind(Generic[Value]):
-    """What is kept of one kind of call.
+    """One kind of call, and what is kept of it.
 
-    A program repeats one kind for each layer. So before arrays are read, `addresses` tries whether they are
-    of the kind of the latest call with the same options.
+    A program repeats a kind for each layer. So `addresses` asks whether arrays are of this kind, before
+    anybody reads them.
     """
 
-    __slots__ = ("_alignments", "_given", "_is_kind", "_places", "_zeros", "call", "device", "framework")
+    __slots__ = ("_alignments", "_given", "_is_kind", "_places", "call", "device", "framework")
 
     def __init__(self, views: Sequence[Fields | None], call: Value) -> None:
         """``views`` are of the arrays, two or more, None where there is none; ``call`` is what is kept."""
         self.call = call
         given = [view for view in views if view is not None]
         _, _, _, _, self.device, self.framework, _ = given[0]
-        self._is_kind = None
-        if all([view[0] and view[5] is self.framework for view in given]):
-            self._is_kind = self.framework.kind_check([view[6] for view in given])
         self._places = [place for place, view in enumerate(views) if view is not None]
         self._given = itemgetter(*self._places)
         self._alignments = [view[0] & 15 for view in given]
-        self._zeros = [0] * len(views)
+        self._is_kind: Callable[..., bool] | None
+        self.learn(views)
+
+    def learn(self, views: Sequence[Fields | None]) -> None:
+        """Make the check of arrays as they are now: one that was made in another mode of torch says no."""
+        given = self._given(views)
+        self._is_kind = None
+        if all([view[0] and view[5] is self.framework for view in given]):
+            self._is_kind = self.framework.kind_check([view[6] for view in given])
+
+    @property
+    def can_check(self) -> bool:
+        """Whether `addresses` can know arrays at all."""
+        return self._is_kind is not None
 
     def addresses(self, arrays: Sequence[Any]) -> list[int] | None:
-        """The addresses of arrays of the same classes, 0 where there is None. None: they may be of another
-        kind.
+        """Return the addresses of arrays, with 0 for None; None if the arrays may be of another kind.
+
+        ``arrays`` has None where this kind has none: another array there is not looked at.
         """
         if self._is_kind is None:
             return None
         given = self._given(arrays)
         if not self._is_kind(*given):
             return None
-        addresses, pointer = self._zeros.copy(), self.framework.pointer
+        addresses, pointer = [0] * len(arrays), self.framework.pointer
         for x, place, alignment in zip(given, self._places, self._alignments, strict=True):
             address = pointer(x)
-            if not address or address & 15 != alignment:  # 0: memory that was freed
+            if not address or address & 15 != alignment:  # 0: its memory was freed
                 return None
             addresses[place] = address
         return addresses

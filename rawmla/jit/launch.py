@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -32,16 +33,17 @@ NO_LAUNCH = -1
 """Given as a stream, it makes a launch do nothing: what remains is the loading of the kernel."""
 
 _unused: list[tuple[Driver, int, object]] = []
-"""Code of kernels that nobody has any more, with driver and context. Python may collect a kernel at any time,
-and the driver gives up every capture of a CUDA graph during which code is unloaded.
+"""Code of kernels that nobody has any more, with driver and context. It is unloaded later, since Python may
+collect a kernel while a CUDA graph is captured, and an unload would end the capture.
 """
 
 
 def unload_unused() -> None:
-    """Unload the code of kernels that nobody has any more; not while a CUDA graph is captured."""
+    """Unload the code of kernels that nobody has any more."""
     while _unused:
         driver, context, module = _unused.pop()
-        with driver.in_context(context):  # the driver unloads code in the context that is current
+        # The driver unloads code in the context that is current. Code of a lost context is gone.
+        with suppress(LaunchError), driver.in_context(context):
             del module
 
 

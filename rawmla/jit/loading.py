@@ -24,8 +24,9 @@ from rawmla.jit.table import BoundedTable
 _FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
 
 # A captured graph needs the code of its kernels and does not hold it. Our own variants are few, and stay.
-# Variants with user text have no end: those that a capture launched stay too, and of the others the least
-# recently used go, unless a prepared launch holds them: they are unloaded when the next kernel is loaded.
+# Variants with user text have no end: those that a capture launched stay too. Of the others the least
+# recently used go, unless a prepared launch holds them. Code that nobody holds is unloaded when the next
+# kernel is loaded: then the caller's stream is not captured.
 USER_KERNELS = 512
 _kernels: dict[tuple[KernelSpec, int], Kernel] = {}
 _user_kernels: BoundedTable[tuple[KernelSpec, int], Kernel] = BoundedTable(USER_KERNELS)

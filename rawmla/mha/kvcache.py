@@ -85,7 +85,7 @@ class CacheOptions(NamedTuple):
 _ALL = as_window(NO_WINDOW)
 _kinds: Memo[Kind[Prepared]] = Memo(shared=True)
 _latest: Memo[Kind[Prepared]] = Memo(shared=True)
-"""The latest kind by options and classes of arrays."""
+"""The latest kind by options and classes of arrays, if it can check arrays and copies none."""
 
 
 def cache_options_of(
@@ -127,19 +127,21 @@ def attend_cache(arrays: CacheArrays, options: CacheOptions) -> tuple[Any, Any]:
         # A number changes from call to call, so it is no part of what is kept.
         length = max(-NO_BOUND, min(as_int("cache_seqlens", length), NO_BOUND))
         arrays = arrays._replace(cache_seqlens=None)
-    way = (options, has_length, *map(type, arrays))
-    kind = _latest.get(way)
-    addresses = None if kind is None else kind.addresses(arrays)
+    options_and_classes = (options, has_length, *map(type, arrays))
+    kind = latest = _latest.get(options_and_classes)
+    addresses = None if latest is None else latest.addresses(arrays)
     if kind is None or addresses is None:
         kind, views = _read(arrays, options, has_length)
         addresses = [address_of(view) for view in views]
         if kind.call.copied is None:
-            _latest.keep(way, kind)
+            if kind is latest:
+                kind.learn(views)
+            elif kind.can_check:
+                _latest.keep(options_and_classes, kind)
         elif kind.call.launch is not None:
-            places = [CacheArrays._fields.index(name) for name in _COPIED]
-            of_copies, copies = copy_where(kind.call.copied, [views[place] for place in places], _COPIED)
-            for place, address in zip(places, of_copies, strict=True):
-                addresses[place] = address
+            (addresses[0], *addresses[3:7]), copies = copy_where(
+                kind.call.copied, [views[0], *views[3:7]], _COPIED
+            )
     allocate, launch, *_ = kind.call
 
     pointer = kind.framework.pointer
@@ -174,12 +176,12 @@ def _read(
             view = READERS[type(x)](x, name)
             views.append(view)
             key += view[0] & 15, view[1:6]
-    names = tuple(key)
-    kind = _kinds.get(names)
+    known = tuple(key)
+    kind = _kinds.get(known)
     if kind is None or kind.call.mixes_frameworks:
         read = CacheArrays._make(views)
         if kind is None:
-            kind = _kinds.keep(names, Kind(views, _prepare(read, options, has_length)))
+            kind = _kinds.keep(known, Kind(views, _prepare(read, options, has_length)))
         check_places(read._asdict())
     return kind, views
 

@@ -22,8 +22,8 @@ WHAT_IS_SHOWN = (
 )
 
 HOST_TIME = (
-    "The time until a call returns to Python, median of 1,000 calls with a wait for the GPU after every 40. "
-    "Ways to call one operation take turns."
+    "The time until a call returns to Python, as the median of 1,000 calls. Two ways to call one operation "
+    "take turns, and the host waits for the GPU after every 40 turns."
 )
 
 

@@ -41,3 +41,12 @@ def test_a_table_without_rows_has_no_columns(world: World) -> None:
     """Its address may be 0, which stands for no table."""
     call(block_table=FakeArray((0, 4), ptr=0), cache_batch_idx=FakeArray((2,)))
     assert world.kvcache[-1].call.table_columns == 0
+
+
+def test_no_tokens_after_a_number_of_tokens(world: World) -> None:
+    """A call that is known with a number is another one without."""
+    new = {name: FakeArray((2, 3, 2, 64), "bfloat16") for name in "kv"}
+    for _ in range(2):
+        call(**new)
+        with pytest.raises(ValueError, match="^cache_seqlens: expected the positions"):
+            call(cache_seqlens=None, **new)

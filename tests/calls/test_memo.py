@@ -96,7 +96,9 @@ def others(operation: Operation) -> Iterator[tuple[str, Arguments]]:
 def test_what_differs_is_not_mistaken(
     world: World, operation: Operation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A call launches, or refuses, the same when another one is known as when none is. Few are remembered."""
+    """A call launches, or refuses, the same when it or another one is known as when none is. Few are
+    remembered.
+    """
     monkeypatch.setattr(memo, "MAX_ENTRIES", 2)
 
     def outcome(arguments: Arguments) -> Any:
@@ -113,6 +115,7 @@ def test_what_differs_is_not_mistaken(
     first, differ = outcome(given), 0
     for text, arguments in others(operation):
         after_another = outcome(arguments)
+        assert outcome(arguments) == after_another, text
         assert outcome(given) == first, text
         memo.clear_all()
         assert outcome(arguments) == after_another, text
