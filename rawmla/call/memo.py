@@ -45,7 +45,7 @@ class Memo(dict[Any, Value]):
 class Kind(Generic[Value]):
     """One kind of call, and what is kept of it.
 
-    A program repeats a kind for each layer. So `addresses` asks whether arrays are of this kind, before
+    A program repeats a kind for each layer. So `addresses` checks whether arrays are of this kind before
     anybody reads them.
     """
 
