@@ -12,7 +12,7 @@ from ..call.arguments import Arg, Sizes, check_arguments, check_dtype, check_pla
 from ..call.arrays import READERS, address_of, is_array
 from ..call.checks import as_bool, as_int, as_softmax_scale, check_groups, show, usable_strides
 from ..call.frameworks import Fields, NewArray
-from ..call.memo import Kind, Memo
+from ..call.memo import Kind, Memo, kind_of
 from ..kernels.common import FLOAT_DTYPES
 from ..kernels.mha_cached import PreparedCached, decode_tokens, reads_pages
 from ..kernels.mha_decode import MhaDecodeCall
@@ -165,18 +165,11 @@ def _read(
     arrays: CacheArrays, options: CacheOptions, has_length: bool
 ) -> tuple[Kind[Prepared], list[Fields | None]]:
     """Read the arrays of a call, and find or prepare its kind."""
-    # The key has what checks depend on, as in dense decoding.
-    key: list[Any] = [options, has_length]
-    views: list[Fields | None] = []
-    for name, x in zip(CacheArrays._fields, arrays, strict=True):
-        if x is None and name not in _REQUIRED:
-            views.append(None)
-            key.append(None)
-        else:
-            view = READERS[type(x)](x, name)
-            views.append(view)
-            key += view[0] & 15, view[1:6]
-    known = tuple(key)
+    views = [
+        None if x is None and name not in _REQUIRED else READERS[type(x)](x, name)
+        for name, x in zip(CacheArrays._fields, arrays, strict=True)
+    ]
+    known = (options, has_length, *map(kind_of, views))
     kind = _kinds.get(known)
     if kind is None or kind.call.mixes_frameworks:
         read = CacheArrays._make(views)
