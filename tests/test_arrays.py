@@ -223,7 +223,7 @@ class TestTorch:
         assert inspect(empty, "q").shape == (0, 3)
 
     def test_a_kind_is_known_again(self, torch: Any) -> None:
-        """Not so where a reader gives something else than an address, or refuses the tensor."""
+        """A reader refuses the other tensors, or gives other fields of them than addresses."""
         framework = TorchFramework(torch)
 
         def make() -> Any:
@@ -235,25 +235,28 @@ class TestTorch:
         def kind_of(*tensors: Any) -> Kind[str]:
             return Kind([None, *map(view_of, tensors), None], "call")
 
-        x, y, z = make().real, make().real, torch.zeros(3)
-        kind = kind_of(x, z)
+        x, y, z = make().imag, make().imag, torch.zeros(3)
+        kind, check = kind_of(x, z), framework.kind_check([x, z])
         for others in ((x, z), (y, z.clone())):
             assert kind.addresses((None, *others, None)) == [0, *[one.data_ptr() for one in others], 0]
-        freed = make().real
-        freed.untyped_storage().resize_(0)
-        other_tensors = {
-            "shape": make().real[:1],
-            "strides": torch.zeros(2, 3),
-            "dtype": make().real.view(torch.int32),
-            "device": torch.zeros(2, 3, dtype=torch.complex64, device="meta").real,
-            "alignment": make().imag,
+        of_other_kinds = {
+            "shape": make().imag[:1],
+            "strides": torch.zeros(8)[1:7].view(2, 3),
+            "dtype": make().imag.view(torch.int32),
+            "device": torch.zeros(2, 3, dtype=torch.complex64, device="meta").imag,
             "sign": make().conj().imag,
-            "gradient": make().real.requires_grad_(),
-            "memory": freed,
+            "gradient": make().imag.requires_grad_(),
         }
-        for name, other in other_tensors.items():
-            assert kind.addresses((None, other, z, None)) is None, name
+        for name, other in of_other_kinds.items():
+            assert check is not None and not check(other, z), name
             assert kind_of(other, z).addresses((None, x, z, None)) is None, name
+        # These are known by their addresses alone.
+        aligned, freed = make().real, make().real
+        freed.untyped_storage().resize_(0)
+        for of, other in ((x, aligned), (aligned, x), (aligned, freed)):
+            assert framework.kind_check([of, z])(other, z)
+            is_refused = kind_of(of, z).addresses((None, other, z, None)) is None
+            assert is_refused  # pytest would show the freed tensor
         with torch.inference_mode():
             assert kind.addresses((None, x, z, None)) is None
             kind.learn([None, view_of(x), view_of(z), None])

@@ -469,7 +469,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) mha_decode(const __gri
     griddepcontrol_launch_dependents();
     auto& counts = reinterpret_cast<i64(&)[kCounts]>(smem.k);  // where nothing is copied yet
     if (wg == 0 && !params.is_whole) count_blocks(params, counts);
-    __syncthreads();  // with a barrier of the warpgroup alone racecheck reports hazards that are none
+    __syncthreads();  // the warpgroup alone would do, but racecheck then reports false hazards
     if (threadIdx.x < 32) {
         const Share share = params.is_whole ? whole_pairs(params, blockIdx.x) : share_of_cta(params, counts);
         if (lane_index() == 0) smem.share = share;
@@ -481,7 +481,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) mha_decode(const __gri
     } else {
         BlockLoader(params, smem).run();
     }
-    // The end of this kernel is the end of both. Other CTAs leave their SM to those of whole pairs that come
-    // after them.
+    // Later kernels wait for the end of this kernel, so it must not end before mha_forward.cu does. One CTA that
+    // waits is enough; the others end, which frees their SMs for CTAs that have not started.
     if (params.runs_beside && blockIdx.x == gridDim.x - 1) griddepcontrol_wait();
 }

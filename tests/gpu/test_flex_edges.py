@@ -106,8 +106,10 @@ def test_lists_are_obeyed(block: tuple[int, int], kinds: tuple[int, ...]) -> Non
     ("batches", "heads"), ((1, 1), (1, 3), (2, 1), (2, 2), (4, 6), (1, 6), (4, 1)), ids=str
 )
 def test_lists_of_fewer_requests_and_heads(batches: int, heads: int, block: tuple[int, int]) -> None:
-    """Batch and head are taken modulo those of the lists; keys that all requests share too. Query heads share
-    tiles of 150 tokens where there is one list for them.
+    """Lists serve further requests and heads by the number of either, modulo the number of lists.
+
+    Requests have keys of their own, or share one set. With 150 tokens, query heads share tiles if they
+    have one list.
     """
     for b_kv, s_q, mask in ((0, 200, "random"), (1, 150, "per head")):
         case = FlexCase(b=4, b_kv=b_kv, h_q=6, h_kv=3, s_q=s_q, s_k=500, block=block, score="head scale")
