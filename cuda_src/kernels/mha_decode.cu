@@ -481,7 +481,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) mha_decode(const __gri
     } else {
         BlockLoader(params, smem).run();
     }
-    // Later kernels wait for the end of this kernel, so it must not end before mha_forward.cu does. One CTA that
-    // waits is enough; the others end, which frees their SMs for CTAs that have not started.
+    // Later kernels wait for the end of this kernel, so it must not end before mha_forward.cu does. One CTA
+    // that waits is enough; the others end, which frees their SMs for CTAs that have not started.
     if (params.runs_beside && blockIdx.x == gridDim.x - 1) griddepcontrol_wait();
 }
