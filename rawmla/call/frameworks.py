@@ -136,6 +136,7 @@ class TorchFramework:
         self._guards = getattr(guards, "TensorGuards", None)
         self._current_device = getattr(torch._C, "_cuda_getDevice", None) or torch.cuda.current_device
         self._is_grad_enabled: Callable[[], bool] = torch.is_grad_enabled
+        self._is_nested: Callable[[Any], bool] = torch.Tensor.is_nested.__get__
         # torch.cuda.current_stream builds a Stream object (1 us); a launch needs no more than the raw handle.
         raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
         self.current_stream: Callable[[int], int] = raw_stream or (
@@ -182,9 +183,13 @@ class TorchFramework:
         sizes, strides = [[*x.shape] for x in tensors], [[*x.stride()] for x in tensors]
         try:
             check = self._guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
-            return check if check(*tensors) else None
-        except (TypeError, RuntimeError):  # another torch's class of this name
+            if not check(*tensors):
+                return None
+        except (TypeError, RuntimeError):  # another torch's class of this name, or one tensor given twice
             return None
+        is_nested = self._is_nested
+        # A nested tensor has the class of others, and the function of torch ends the process at one.
+        return lambda *others: not any(map(is_nested, others)) and check(*others)
 
     def empty(self, shape: tuple[int, ...], dtype: str, device: int) -> Any:
         torch_dtype = self._dtype_of_name[dtype]

@@ -13,6 +13,8 @@ from typing import Any, Generic, TypeVar
 from .frameworks import Fields
 
 Value = TypeVar("Value")
+Check = Callable[..., bool]
+"""Says whether arrays are such as one was made of: see `Framework.kind_check`."""
 
 MAX_ENTRIES = 1024
 """The most entries of a `Memo`: enough for every kind of call of a program, and few enough to bound what it
@@ -46,10 +48,10 @@ class Kind(Generic[Value]):
     """One kind of call, and what is kept of it.
 
     A program repeats a kind for each layer. So `addresses` checks whether arrays are of this kind before
-    anybody reads them.
+    anybody reads them, by a function that `check` makes. A kind never changes: threads share it.
     """
 
-    __slots__ = ("_alignments", "_given", "_is_kind", "_places", "call", "device", "framework")
+    __slots__ = ("_alignments", "_given", "_places", "call", "device", "framework")
 
     def __init__(self, views: Sequence[Fields | None], call: Value) -> None:
         """``views`` are of the arrays, two or more, None where there is none; ``call`` is what is kept."""
@@ -59,30 +61,24 @@ class Kind(Generic[Value]):
         self._places = [place for place, view in enumerate(views) if view is not None]
         self._given = itemgetter(*self._places)
         self._alignments = [view[0] & 15 for view in given]
-        self._is_kind: Callable[..., bool] | None
-        self.learn(views)
 
-    def learn(self, views: Sequence[Fields | None]) -> None:
-        """Make the check of arrays as they are now: one that was made in another mode of torch says no."""
+    def check(self, views: Sequence[Fields | None]) -> Check | None:
+        """Make a check for `addresses` from arrays of this kind; None where there is no check of them.
+
+        It says no of arrays that come in another mode of torch, such as inference mode.
+        """
         given = self._given(views)
-        self._is_kind = None
         if all([view[0] and view[5] is self.framework for view in given]):
-            self._is_kind = self.framework.kind_check([view[6] for view in given])
+            return self.framework.kind_check([view[6] for view in given])
+        return None
 
-    @property
-    def can_check(self) -> bool:
-        """Whether `addresses` can know arrays at all."""
-        return self._is_kind is not None
-
-    def addresses(self, arrays: Sequence[Any]) -> list[int] | None:
+    def addresses(self, arrays: Sequence[Any], is_kind: Check) -> list[int] | None:
         """Return the addresses of arrays, with 0 for None; None if the arrays may be of another kind.
 
         ``arrays`` has None where this kind has none: another array there is not looked at.
         """
-        if self._is_kind is None:
-            return None
         given = self._given(arrays)
-        if not self._is_kind(*given):
+        if not is_kind(*given):
             return None
         addresses, pointer = [0] * len(arrays), self.framework.pointer
         for x, place, alignment in zip(given, self._places, self._alignments, strict=True):

@@ -130,7 +130,7 @@ class Kernel:
     def __del__(self, unused: list[tuple[Driver, int, object]] = _unused) -> None:
         # The default outlives the globals of this module, which are gone when the interpreter ends.
         if self._module is not None:
-            unused.append((self._driver, self._context, self._module))
+            unused.append((self._driver, self._context, self.__dict__.pop("_module")))  # nobody else has it
 
     def launch(
         self,

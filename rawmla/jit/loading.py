@@ -26,7 +26,7 @@ _FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
 # A captured graph needs the code of its kernels and does not hold it. Our own variants are few, and stay.
 # Variants with user text have no end: those that a capture launched stay too. Of the others the least
 # recently used go, unless a prepared launch holds them. Code that nobody holds is unloaded when the next
-# kernel is loaded: then the caller's stream is not captured.
+# kernel is loaded, which a capture does not allow either.
 USER_KERNELS = 512
 _kernels: dict[tuple[KernelSpec, int], Kernel] = {}
 _user_kernels: BoundedTable[tuple[KernelSpec, int], Kernel] = BoundedTable(USER_KERNELS)

@@ -12,7 +12,7 @@ from ..call.arguments import Arg, Sizes, check_arguments, check_dtype, check_pla
 from ..call.arrays import READERS, address_of, is_array
 from ..call.checks import as_bool, as_int, as_softmax_scale, check_groups, show, usable_strides
 from ..call.frameworks import Fields, NewArray
-from ..call.memo import Kind, Memo, kind_of
+from ..call.memo import Check, Kind, Memo, kind_of
 from ..kernels.common import FLOAT_DTYPES
 from ..kernels.mha_cached import PreparedCached, decode_tokens, reads_pages
 from ..kernels.mha_decode import MhaDecodeCall
@@ -84,8 +84,10 @@ class CacheOptions(NamedTuple):
 
 _ALL = as_window(NO_WINDOW)
 _kinds: Memo[Kind[Prepared]] = Memo(shared=True)
-_latest: Memo[Kind[Prepared]] = Memo(shared=True)
-"""The latest kind by options and classes of arrays, if it can check arrays and copies none."""
+_latest: Memo[tuple[Kind[Prepared], Check]] = Memo(shared=True)
+"""By options and classes of arrays the latest kind and a check of its arrays, if there is one and if the call
+copies none.
+"""
 
 
 def cache_options_of(
@@ -128,16 +130,19 @@ def attend_cache(arrays: CacheArrays, options: CacheOptions) -> tuple[Any, Any]:
         length = max(-NO_BOUND, min(as_int("cache_seqlens", length), NO_BOUND))
         arrays = arrays._replace(cache_seqlens=None)
     options_and_classes = (options, has_length, *map(type, arrays))
-    kind = latest = _latest.get(options_and_classes)
-    addresses = None if latest is None else latest.addresses(arrays)
-    if kind is None or addresses is None:
+    latest, addresses = _latest.get(options_and_classes), None
+    if latest is not None:
+        kind, is_kind = latest
+        addresses = kind.addresses(arrays, is_kind)
+    if addresses is None:
         kind, views = _read(arrays, options, has_length)
         addresses = [address_of(view) for view in views]
         if kind.call.copied is None:
-            if kind is latest:
-                kind.learn(views)
-            elif kind.can_check:
-                _latest.keep(options_and_classes, kind)
+            check = kind.check(views)
+            if check is None:
+                _latest.pop(options_and_classes, None)
+            else:
+                _latest.keep(options_and_classes, (kind, check))
         elif kind.call.launch is not None:
             (addresses[0], *addresses[3:7]), copies = copy_where(
                 kind.call.copied, [views[0], *views[3:7]], _COPIED
