@@ -137,11 +137,11 @@ def flash_attn_varlen_func(
     Notes
     -----
     Allocates the copies that are named above, each with the framework of its array, and the results and
-    scratch with the framework of `q`. Scratch is 16 bytes, which are cleared, or, where keys are split over
-    multiprocessors because queries are few, 4 * splits * h_q * total_q * (d_v, rounded up to 32, + 1) bytes,
-    at most 32 MiB. Enqueues the copies, the clearing and one kernel, or two with splits, on its current
-    stream. Never synchronises, never reads a length on the host. Nothing is launched without requests or
-    query tokens.
+    scratch with the framework of `q`. Scratch is none, or 16 bytes, which are cleared, or, where keys are
+    split over multiprocessors because queries are few, 4 * splits * h_q * total_q * (d_v, rounded up to 32,
+    + 1) bytes, at most 32 MiB. Enqueues the copies, the clearing and one kernel, or two with splits, on its
+    current stream. Never synchronises, never reads a length on the host. Nothing is launched without
+    requests or query tokens.
 
     Where grad is enabled and q, k, v or attn_sink is a torch tensor that requires grad, both results have a
     graph. `flash_attn_varlen_backward` computes the gradients, through out, lse or both, and documents their

@@ -69,18 +69,18 @@ def flash_attn_with_kvcache(
     k_cache : array
         `[b_cache, s_cache, h_kv, d_qk]` in q's dtype or float8_e4m3fn, or `[num_blocks, block_size, h_kv,
         d_qk]` with `block_table`, any block_size. Query head h reads KV head `h // (h_q / h_kv)`, and h_q is
-        a multiple of h_kv.
+        a multiple of h_kv. s_cache or block_size is less than 2**30.
     v_cache : array
         The same of d_v columns, a multiple of 8 up to 256.
         Caches are never copied: 16-byte aligned, last dimension contiguous, other strides multiples of 16
-        bytes and not negative.
+        bytes and not negative, with `k` positive.
     k, v : array, optional
         New tokens, `[b, s_new, h_kv, d_qk]` and `[b, s_new, h_kv, d_v]`, or with `cu_seqlens_k_new`
         `[total_new, h_kv, d_qk]` and `[total_new, h_kv, d_v]`, in the dtype of the caches. Token t of request
         r is written to position `cache_seqlens[r] + t` of the caches. s_new may differ from s_q.
         q, k and v are read in place if their last dimension is contiguous, their address a multiple of
         16 bytes, and every other stride 0 or a positive multiple of 8. Any other one is copied once, on the
-        same stream.
+        same stream. FP8 ones are never copied: their strides are 0 or multiples of 16, else `ValueError`.
     rotary_cos, rotary_sin : array, optional
         `[rows, rotary_dim / 2]` in q's dtype, rotary_dim a multiple of 16 up to d_qk. The first rotary_dim
         columns of k and q are rotated: k, before it is stored, at positions from `cache_seqlens[r]` on; q at

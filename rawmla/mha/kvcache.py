@@ -348,6 +348,10 @@ def _cache_fields(arrays: CacheArrays, sizes: Sizes) -> dict[str, Any]:
     """Check the layout of the caches; returns the fields of `MhaDecodeCall` that describe them."""
     b, num_blocks, block_size = sizes["b"], sizes["num_blocks"], sizes["block_size"]
     columns = table_rows = table_stride = 0
+    if block_size >= NO_BOUND:
+        raise ValueError(
+            f"k_cache: expected less than 2**30 tokens in a row or page, got shape {list(arrays.k_cache[1])}"
+        )
     if arrays.block_table is None:
         if arrays.cache_batch_idx is None and num_blocks < b:
             raise ValueError(

@@ -49,7 +49,7 @@ CORES = os.cpu_count() or 1
 SANITIZER_PARTS = max(1, min(4, CORES // len(SANITIZER_TOOLS)))  # each in a process, for every tool
 PROCESSES = max(1, min(15, CORES - 1))
 """Processes of pytest-xdist. With more, a test would have too small a share of the GPU's memory."""
-TOGETHER = f"-n {PROCESSES} --dist load --maxschedchunk 4" if importlib.util.find_spec("xdist") else ""
+TOGETHER = f"-n {PROCESSES} --dist load --maxschedchunk 1" if importlib.util.find_spec("xdist") else ""
 """Options of pytest-xdist."""
 ONE_THREAD_EACH = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 """For processes side by side. As many threads as there are cores, in each of them, would make every small

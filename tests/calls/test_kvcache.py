@@ -37,6 +37,14 @@ def test_more_query_rows_than_int32_counts(world: World) -> None:
     assert not world.launched and not world.framework.allocated
 
 
+def test_rows_of_more_tokens_than_positions_reach(world: World) -> None:
+    """Their tokens may all lie at one place."""
+    cache = FakeArray((2, 2**30, 2, 64), "bfloat16", strides=(64, 0, 0, 1))
+    with pytest.raises(ValueError, match=r"^k_cache: expected less than 2\*\*30 tokens in a row"):
+        call(k_cache=cache, v_cache=cache, block_table=None)
+    assert not world.launched and not world.framework.allocated
+
+
 def test_a_table_without_rows_has_no_columns(world: World) -> None:
     """Its address may be 0, which stands for no table."""
     call(block_table=FakeArray((0, 4), ptr=0), cache_batch_idx=FakeArray((2,)))
