@@ -68,7 +68,7 @@ class Framework(Protocol):
         """`is_capturing(device)` as a function of no arguments, to be asked only where the answer matters."""
 
     def kind_check(self, arrays: Sequence[Any]) -> Callable[..., bool] | None:
-        """Return a function that takes as many arrays, in a fifth of a reader's time.
+        """Return a function that takes as many arrays with addresses, in a fifth of a reader's time.
 
         Where it returns True, a reader gives the fields that it gives of these, apart from addresses and
         arrays. It may return False of such arrays, too. None: there is no such function.
@@ -188,7 +188,7 @@ class TorchFramework:
         except (TypeError, RuntimeError):  # another torch's class of this name, or one tensor given twice
             return None
         is_nested = self._is_nested
-        # A nested tensor has the class of others, and the function of torch ends the process at one.
+        # A nested tensor has the class and the address of others, but ends the process in torch's function.
         return lambda *others: not any(map(is_nested, others)) and check(*others)
 
     def empty(self, shape: tuple[int, ...], dtype: str, device: int) -> Any:

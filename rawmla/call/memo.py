@@ -78,15 +78,15 @@ class Kind(Generic[Value]):
         ``arrays`` has None where this kind has none: another array there is not looked at.
         """
         given = self._given(arrays)
-        if not is_kind(*given):
-            return None
         addresses, pointer = [0] * len(arrays), self.framework.pointer
-        for x, place, alignment in zip(given, self._places, self._alignments, strict=True):
-            address = pointer(x)
-            if not address or address & 15 != alignment:  # 0: its memory was freed
-                return None
-            addresses[place] = address
-        return addresses
+        try:
+            for x, place, alignment in zip(given, self._places, self._alignments, strict=True):
+                address = addresses[place] = pointer(x)
+                if not address or address & 15 != alignment:  # 0: its memory was freed
+                    return None
+        except RuntimeError:  # a sparse tensor has the class of others, and could end the process in `is_kind`
+            return None
+        return addresses if is_kind(*given) else None
 
 
 def clear_all() -> None:

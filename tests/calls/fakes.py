@@ -123,7 +123,8 @@ class FakeFramework:
         return lambda *others: kinds(others) == kept
 
     def pointer(self, array: FakeArray) -> int:
-        assert array.framework in (None, self), "an array of another framework"
+        if array.framework not in (None, self):
+            raise RuntimeError("an array of another framework")
         return array.ptr
 
     def current_stream(self, device: int) -> int:
