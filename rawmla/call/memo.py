@@ -84,7 +84,7 @@ class Kind(Generic[Value]):
                 address = addresses[place] = pointer(x)
                 if not address or address & 15 != alignment:  # 0: its memory was freed
                     return None
-        except RuntimeError:  # a sparse tensor has the class of others, and could end the process in `is_kind`
+        except RuntimeError:  # a sparse tensor has the class of others, but `is_kind` may not survive it
             return None
         return addresses if is_kind(*given) else None
 
