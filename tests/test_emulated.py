@@ -36,6 +36,8 @@ from operations.memory import all_canaries, between_canaries, fill_with_canaries
 from operations.mla_prefill import BF16, make_prefill_call  # noqa: E402
 from operations.mla_sparse import make_sparse_call  # noqa: E402
 from operations.prefix import FEW, FP8_KIND, WITHOUT_OWN, make_prefix_call  # noqa: E402
+from rawmla.call.memo import clear_all  # noqa: E402
+from rawmla.kernels import mha_decode  # noqa: E402
 
 
 def labels_alone(emulator: Emulator) -> Any:
@@ -241,6 +243,17 @@ def test_new_tokens_that_no_query_sees(emulator: Emulator, hidden: dict[str, Any
     inputs.v[0, :5] = nan
     out, _ = kvcache_call(inputs).run(**hidden)
     assert bool(out.isfinite().all()) and bool(inputs.v_cache[0, 4:9].isnan().all())
+
+
+def test_whole_pairs_by_fewer_ctas(emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each attends several tiles of queries, one after the other, and rows keep their bits."""
+    case = KvCacheCase((90, 200), q_lengths=(7, 70), h_q=4, h_kv=2, page=8, causal=True, num_splits=1)
+    call = make_kvcache_call(case, "cpu")
+    expected = call.run()
+    monkeypatch.setattr(mha_decode, "MOST_WHOLE_CTAS", 9)  # for three tiles of two requests and two heads
+    clear_all()
+    assert all(map(torch.equal, call.run(), expected))
+    checked(emulator, call)
 
 
 def test_many_requests(emulator: Emulator) -> None:

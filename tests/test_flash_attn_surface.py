@@ -278,6 +278,7 @@ def test_dropout(reached: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(caught) == 1 and [one.given["dropout_p"] for one in reached] == [0.0, 0.0]
 
 
+ROTATED = {"q": array(1, 3, 1, 8), "k_cache": array(1, 16, 1, 8), "rotary_cos": array(16, 4)}
 REFUSED = [
     (
         fa2.flash_attn_func,
@@ -285,6 +286,14 @@ REFUSED = [
         "q: expected bfloat16 or float16, got float32; cast",
     ),
     (fa2.flash_attn_func, {"q": None}, "q: expected a tensor, got NoneType"),
+    *(
+        (
+            fa2.flash_attn_with_kvcache,
+            {**ROTATED, "window_size": window},
+            "window_size: expected -1",
+        )
+        for window in ((-1, 2), (15, -1), (15, 4), (16, 2))
+    ),
     (
         fa3.flash_attn_func,
         {"q": torch.ones(1).to(torch.float8_e4m3fn)},
@@ -309,6 +318,13 @@ REFUSED = [
     (fa4.flash_attn_func, {"mask_mod": len}, "mask_mod: .*rawmla.flex_attention"),
     (fa4.flash_attn_varlen_func, {"seqused_q": ints(1)}, "seqused_q: not supported"),
 ]
+
+
+@pytest.mark.parametrize("window", [(-1, 1), (14, -1), (-1, -1), (-1, 16), (16, 1), (99, 16)])
+def test_windows_with_rotation(reached: list[Any], window: tuple[int, int]) -> None:
+    """Those that hide a key, and those that FlashAttention-2 does not count either."""
+    fa2.flash_attn_with_kvcache(v_cache=array(1, 16, 1, 8), **ROTATED, window_size=window)
+    assert reached[-1].given["window_size"] == window
 
 
 @pytest.mark.parametrize(("function", "arguments", "text"), REFUSED)

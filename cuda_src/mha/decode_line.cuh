@@ -153,7 +153,7 @@ __device__ __forceinline__ Share share_of_cta(const Params& params, const i64 (&
 }
 
 // The share of a CTA that attends whole pairs (Params::is_whole). It is one pair, or none if the request has
-// fewer. A request with more tiles than the host expected, as in a replayed graph, has several for a CTA.
+// fewer. A request with more tiles than max_tiles, as in a replayed graph, has several for a CTA.
 __device__ __forceinline__ Share whole_pairs(const Params& params, int index) {
     const int ctas = params.heads_of_cta * params.max_tiles;  // of a request
     const int request_index = index / ctas, place = index - request_index * ctas;

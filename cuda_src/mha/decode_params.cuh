@@ -93,7 +93,7 @@ struct Params {
     int rotary_dim, rotary_rows, rotary_interleaved;
     int rotates_by_token;  // query i is at the position of new token i, else at the first one's
     int alibi_stride_b, sink_dtype;
-    int max_tiles;      // of the longest request, as the host knows it
+    int max_tiles;      // of the longest request, as the host knows it, or CTAs for them
     int most_tokens;    // longer requests have their results from mha_forward.cu
     int is_whole;       // a CTA attends whole pairs, whatever the batch
     int runs_beside;    // starts before mha_forward.cu ends, which attends longer requests

@@ -97,8 +97,8 @@ def flash_attn_with_kvcache(
         int32 `[b]`, contiguous: the first position of a request that exists.
     block_table : array, optional
         int32 `[b, columns]`, last dimension contiguous: position p of request r is token `p % block_size` of
-        block `block_table[r, p // block_size]`. An entry that names no block stands for zeros; positions
-        past the last column do not exist.
+        block `block_table[r, p // block_size]`. An entry that names no block stands for zeros, and
+        makes results undefined where new tokens would be in it; positions past the last column do not exist.
     cu_seqlens_q : array, optional
         int32 `[b + 1]`, contiguous, not decreasing: request r has the tokens `cu_seqlens_q[r]` to
         `cu_seqlens_q[r + 1] - 1` of q. Tokens before the first of q, or past its last, do not exist.

@@ -19,6 +19,10 @@ _BARRIER_BYTES = 1024
 """Shared memory for barriers and what else is small."""
 _MOST_SPARE = 0.05
 """Share of the multiprocessors that may be without work, for the sake of locality."""
+MOST_WHOLE_CTAS = 1 << 15
+"""The most CTAs that attend whole pairs, unless requests times KV heads are more. Every request has as many
+as the longest one, so most may have no work.
+"""
 _BLOCK_ROWS = 64
 """Tokens of a tile of a block of keys."""
 
@@ -232,6 +236,8 @@ class PreparedMhaDecode:
         features = Features(call.softcap > 0, call.has_alibi, call.cache_fp8, call.q_fp8)
         tile = tile_of(rows, call.d_qk, call.d_v, call.cache_fp8)
         max_tiles = ceil_div(max(rows, 1), tile.rows)
+        if call.is_whole:
+            max_tiles = max(1, min(max_tiles, MOST_WHOLE_CTAS // (call.b * call.h_kv)))
         kernel, combine = [
             jit.get_kernel(spec, call.device, capturing=capturing)
             for spec in specs(call.dtype, rows, call.d_qk, call.d_v, features)

@@ -23,7 +23,7 @@ from .arguments import (
     split_packed,
     with_plus_inf,
 )
-from .fa2_caches import WithoutBackward, cache_function
+from .fa2_caches import WithoutBackward, cache_function, check_rotation
 from .fa2_private import *  # noqa: F403
 from .fa2_private import attend_pages
 from .refusals import refuse_dropout, refuse_dtype
@@ -280,6 +280,8 @@ def flash_attn_with_kvcache(
         refuse_dtype("q", q)
     if window_size.__class__ is not tuple:
         window_size = as_pair(window_size)
+    if rotary_cos is not None:
+        check_rotation(q, k_cache, block_table, causal, window_size)
     out, lse = cache_function(q)(
         q, k_cache, v_cache, k, v, rotary_cos=rotary_cos, rotary_sin=rotary_sin, cache_seqlens=cache_seqlens,
         cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, block_table=block_table,

@@ -9,6 +9,8 @@ import torch
 
 import rawmla
 
+from ...mha.arguments import as_window
+
 UNIT = 8
 """The head dimensions that rawmla reads in caches are multiples of this."""
 
@@ -16,6 +18,20 @@ UNIT = 8
 def cache_function(q: Any) -> Callable[..., Any]:
     """Return `rawmla.flash_attn_with_kvcache`, or `attend_copies` if q has columns that it does not read."""
     return attend_copies if q.shape[-1] % UNIT else rawmla.flash_attn_with_kvcache
+
+
+def check_rotation(q: Any, k_cache: Any, block_table: Any, causal: Any, window_size: Any) -> None:
+    """Refuse a window that hides nothing, if FlashAttention-2 rotates queries by their positions there."""
+    if causal or q.ndim != 4 or k_cache.ndim != 4 or q.shape[1] == 1:
+        return
+    tokens = k_cache.shape[1] * (1 if block_table is None else block_table.shape[-1])
+    left, right = as_window(window_size)
+    hides = left < tokens - 1 or right < q.shape[1] - 1
+    if not hides and min(left, right) < tokens:
+        raise ValueError(
+            "window_size: expected -1 for a bound that hides no key, with rotary_cos and several queries, "
+            f"which FlashAttention-2 would rotate by their positions, got {tuple(window_size)}"
+        )
 
 
 def attend_copies(q: Any, k_cache: Any, v_cache: Any, k: Any = None, v: Any = None, **options: Any) -> Any:

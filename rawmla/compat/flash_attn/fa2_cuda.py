@@ -11,7 +11,7 @@ import torch
 
 from ...api import dense_backward
 from .arguments import DTYPES, detached, with_plus_inf
-from .fa2_caches import cache_function
+from .fa2_caches import cache_function, check_rotation
 from .fa2_private import forward, varlen_forward
 from .refusals import refuse_dropout, refuse_dtype
 
@@ -176,6 +176,8 @@ def fwd_kvcache(
     if getattr(q, "dtype", None) not in DTYPES:
         refuse_dtype("q", q)
     q, k_cache, v_cache, k, v = detached(q, k_cache, v_cache, k, v)
+    if rotary_cos is not None:
+        check_rotation(q, k_cache, block_table, is_causal, (window_size_left, window_size_right))
     out, lse = cache_function(q)(
         q, k_cache, v_cache, k, v, rotary_cos=rotary_cos, rotary_sin=rotary_sin, cache_seqlens=cache_seqlens,
         cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, block_table=block_table,
