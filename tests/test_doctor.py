@@ -82,8 +82,11 @@ def test_engines_that_are_not_switched_on(environment: Environment) -> None:
     assert hints == [f"To use rawmla in {name}" for name in ("vLLM", "SGLang", "LMDeploy")]
 
 
-def test_engines_that_are_switched_on(environment: Environment) -> None:
-    variables = {"RAWMLA_VLLM": "backend", "RAWMLA_SGLANG": "patch", "VLLM_PLUGINS": "other, rawmla"}
+@pytest.mark.parametrize("plug_ins_of_sglang", ["", "other, rawmla"])
+def test_engines_that_are_switched_on(environment: Environment, plug_ins_of_sglang: str) -> None:
+    """SGLang loads all plug-ins by an empty list, and takes names without their spaces."""
+    variables = {"RAWMLA_VLLM": "backend", "RAWMLA_SGLANG": "patch", "VLLM_PLUGINS": "other,rawmla"}
+    variables["SGLANG_PLUGINS"] = plug_ins_of_sglang
     found = environment(variables, SOURCES, **SGLANG, vllm="0.33.0+cu129")
     plug_ins = found.sections["plug-ins"]
     for name, engine, place in (("vLLM", vllm.ENGINE, 0), ("SGLang", sglang.ENGINE, 1)):
@@ -134,7 +137,8 @@ def test_nothing_is_replaced_where_kernels_cannot_run(environment: Environment) 
         ({}, {"RAWMLA_VLLM": "patch"}, True, "vLLM is not installed"),
         (VLLM, {"RAWMLA_VLLM": "on"}, True, "RAWMLA_VLLM: expected one of patch, backend, got 'on'"),
         (VLLM, {"RAWMLA_VLLM": "patch"}, False, "vLLM does not see the plug-in"),
-        (VLLM, {"RAWMLA_VLLM": "patch", "VLLM_PLUGINS": "a,b"}, True, "VLLM_PLUGINS leaves"),
+        (VLLM, {"RAWMLA_VLLM": "patch", "VLLM_PLUGINS": "a, rawmla"}, True, "VLLM_PLUGINS leaves"),
+        (VLLM, {"RAWMLA_VLLM": "patch", "VLLM_PLUGINS": ""}, True, "VLLM_PLUGINS leaves"),
         (SGLANG, {"RAWMLA_SGLANG": "patch", "SGLANG_PLUGINS": "a"}, True, "SGLANG_PLUGINS leaves"),
         (SGLANG, {"RAWMLA_SGLANG": "patch"}, False, "SGLang does not see the plug-in"),
         ({"sgl_flash_mla": "1.0.0", "rawmla_flash_mla": "0.1.0"}, {}, True, "own the same files"),

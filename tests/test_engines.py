@@ -303,6 +303,7 @@ def test_a_module_that_is_gone_is_named(tree: Path) -> None:
 
 
 NO_PLATFORM = {"vllm/platforms/__init__.py": ""}
+WITHOUT_CUPY = {"vllm/__init__.py": "import sys; sys.modules['cupy'] = None"}
 
 
 @pytest.mark.parametrize(
@@ -313,9 +314,10 @@ NO_PLATFORM = {"vllm/platforms/__init__.py": ""}
         ("patch", {}, {"RAWMLA_FLASH_MLA_API": "nonsense"}, "RAWMLA_FLASH_MLA_API: expected"),
         ("patch", NO_PLATFORM, {}, f"vLLM's {PATH} is left as it is. ImportError: "),
         ("patch", {}, {"FAMILY": "100"}, f"vLLM's {PATH} is left as it is. rawmla's kernels are for Hopper"),
+        ("patch", WITHOUT_CUPY, {}, f"vLLM's {PATH} is left as it is. Kernels need CuPy; install it with"),
         ("pach", {}, {}, "RAWMLA_VLLM: expected one of patch, backend, got 'pach'"),
     ],
-    ids=["not asked for", "empty", "variable", "version", "GPU", "mode"],
+    ids=["not asked for", "empty", "variable", "version", "GPU", "CuPy", "mode"],
 )
 def test_vllm_is_left_alone(
     tree: Path, mode: str | None, files: dict[str, str], variables: dict[str, str], text: str

@@ -84,8 +84,6 @@ def _examine_plug_in(engine: Engine, version: str | None, can_run: bool, found: 
     """Is the entry point seen, is it switched on, and does it do what it was asked for?"""
     seen = [point for point in metadata.entry_points(group=engine.group) if point.name == PLUG_IN]
     mode = os.environ.get(engine.variable, "")
-    allowed = os.environ.get(engine.filter)
-    chosen = allowed is None or PLUG_IN in [name.strip() for name in allowed.split(",")]
     rows = found.sections["plug-ins"]
     where = f"{seen[0].value} ({engine.group})" if seen else f"not in {engine.group}"
     rows.append((f"{engine.title} entry point", where))
@@ -99,8 +97,10 @@ def _examine_plug_in(engine: Engine, version: str | None, can_run: bool, found: 
             f"{engine.title} does not see the plug-in: install rawmla into the engine's environment with "
             '`pip install -e "PATH_OF_RAWMLA[cu13]"`, since a checkout on PYTHONPATH has no entry points'
         )
-    if mode and not chosen:
-        problems.append(f"{engine.filter} leaves the plug-in out: add {PLUG_IN} to it, or unset it")
+    if mode and not engine.is_chosen(os.environ.get(engine.filter)):
+        problems.append(
+            f"{engine.filter} leaves the plug-in out: add {PLUG_IN} to it, without spaces, or unset it"
+        )
     found.problems.extend(problems)
     if not mode:
         rows.append((f"{engine.title} replaced", f"nothing: {engine.variable} is not set"))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import update_wrapper
+from importlib import util
 from typing import Any, NamedTuple
 
 from rawmla.environment import version_of
+from rawmla.errors import INSTALL_HINT
 
 from .source import call_with, file_of, find, methods_of, unserved
 
@@ -62,6 +65,15 @@ def or_original(ours: Callable[..., Any], original: Callable[..., Any]) -> Calla
     return update_wrapper(replacement, original, assigned=("__name__", "__qualname__"), updated=())
 
 
+def cannot_load() -> str | None:
+    """Why kernels cannot be compiled and loaded, as far as packages tell; None: nothing is missing."""
+    needed = {"cupy": "CuPy", "cuda": "cuda-bindings"}
+    if os.environ.get("RAWMLA_CUBIN_DIR"):  # nothing is compiled
+        del needed["cuda"]
+    missing = [name for module, name in needed.items() if util.find_spec(module) is None]
+    return f"Kernels need {' and '.join(missing)}; install it with {INSTALL_HINT}" if missing else None
+
+
 class Engine(NamedTuple):
     """An engine with a plug-in of rawmla."""
 
@@ -78,6 +90,8 @@ class Engine(NamedTuple):
     """The group of entry points that the engine loads."""
     filter: str
     """The engine's variable that names the plug-ins to load."""
+    is_chosen: Callable[[str | None], bool]
+    """Whether the engine loads rawmla's plug-in at a value of that variable; None: it is not set."""
     line: str
     """How to start the engine with the plug-in."""
     backends: tuple[Module, ...] = ()

@@ -17,7 +17,7 @@ from typing import Any
 
 from rawmla.environment import version_of
 
-from .plug_in import Engine, Module
+from .plug_in import Engine, Module, cannot_load
 
 _NAMES = ("get_mla_metadata", "flash_mla_with_kvcache", "flash_mla_sparse_fwd")
 ENGINE = Engine(
@@ -41,6 +41,7 @@ ENGINE = Engine(
     modes=("patch",),
     group="sglang.srt.plugins",
     filter="SGLANG_PLUGINS",
+    is_chosen=lambda names: not names or "rawmla" in map(str.strip, names.split(",")),
     line="RAWMLA_SGLANG=patch python -m sglang.launch_server --model-path MODEL",
 )
 
@@ -63,7 +64,7 @@ def register() -> None:
         return
     for module in ENGINE.modules:
         try:
-            reason = ENGINE.refusal([module])
+            reason = ENGINE.refusal([module]) or cannot_load()
             if reason is None:
                 _hook(module)
         except Exception as error:  # an engine must start all the same

@@ -24,7 +24,7 @@ from typing import Any
 
 from rawmla.environment import version_of
 
-from .plug_in import Engine, Module, or_original
+from .plug_in import Engine, Module, cannot_load, or_original
 
 # get_mla_metadata_dense_fp8 and flash_mla_with_kvcache_fp8 stay vLLM's, since rawmla has no dense decoding
 # over FP8 caches. So does _is_flashmla_available, by which these two say that vLLM has no FlashMLA.
@@ -76,6 +76,7 @@ ENGINE = Engine(
     modes=("patch", "backend"),
     group="vllm.general_plugins",
     filter="VLLM_PLUGINS",
+    is_chosen=lambda names: names is None or "rawmla" in names.split(","),
     line="RAWMLA_VLLM=patch vllm serve MODEL; for MLA with --attention-backend FLASHMLA or FLASHMLA_SPARSE",
     backends=(
         _FLASH_MLA,
@@ -165,7 +166,8 @@ class _Watcher:
         """As of any finder of `sys.meta_path`."""
         if name != self.name:
             return None
-        specs = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
+        others = (other for other in sys.meta_path if other is not self and hasattr(other, "find_spec"))
+        specs = (other.find_spec(name, path, target) for other in others)
         spec = next((spec for spec in specs if spec is not None), None)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
@@ -190,7 +192,7 @@ def _patch(module: Module) -> str | None:
     """Replace the names of a module that vLLM has imported, also where other modules imported them before.
     Returns why not; None: it is done.
     """
-    reason = ENGINE.refusal([module]) or _no_hopper()
+    reason = ENGINE.refusal([module]) or _no_hopper() or cannot_load()
     if reason is not None:
         return reason
     patched = sys.modules[str(module.path)]
@@ -247,7 +249,7 @@ def _is_supported() -> tuple[bool, str | None]:
 
 
 def _register_backends() -> str | None:
-    reason = ENGINE.refusal(ENGINE.backends)
+    reason = ENGINE.refusal(ENGINE.backends) or cannot_load()
     if reason is not None:
         return reason
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
