@@ -25,6 +25,7 @@ def test_padding() -> None:
     weights = torch.randn_like(rows)
     back = padding.pad_input(rows * weights, indices, 3, 4)
     assert torch.equal(back[MASK.bool()], rows * weights) and not back[~MASK.bool()].any()
+    assert torch.equal(padding.pad_input(rows * weights, indices.int(), 3, 4), back)
     back.sum().backward()
     expected = torch.zeros(3, 4, 2, 5)
     expected[MASK.bool()] = weights
@@ -117,6 +118,15 @@ def test_module(scale_base: float | None) -> None:
     torch.testing.assert_close(out, torch.cat((expected[:, :, 0], expected[:, :, 1, :2], v[:, :, :2]), 2))
     q_out, kv_out = module(q.clone(), torch.stack((k, v), 2), torch.tensor([2, 2]), max_seqlen=7)
     torch.testing.assert_close(torch.cat((q_out.unsqueeze(2), kv_out), 2), expected)
+
+
+def test_module_for_subclasses() -> None:
+    """By the names that ModernBERT's subclass in transformers 4 uses."""
+    module = rotary.RotaryEmbedding(8, 100.0)
+    assert module._cos_cached is module._sin_cached is None
+    module._update_cos_sin_cache(7, device="cpu", dtype=torch.float64)
+    for table, expected in zip((module._cos_cached, module._sin_cached), tables(7, 4), strict=True):
+        torch.testing.assert_close(table, expected.double())
 
 
 def test_rotary_refusals() -> None:

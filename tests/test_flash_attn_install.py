@@ -239,3 +239,4 @@ def test_wheels_and_kernels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert json.loads((folder / "metadata.json").read_text())["name"] == folder.name == "vllm-flash-attn3"
     module = runpy.run_path(str(folder / "__init__.py"))
     assert module["flash_attn_varlen_func"].__module__ == "rawmla.compat.flash_attn.fa3"
+    assert module["flash_attn_interface"]._flash_attn_forward  # diffusers looks for it

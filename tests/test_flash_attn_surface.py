@@ -238,7 +238,27 @@ def test_private_results(reached: list[Any]) -> None:
     assert not any(reached[-1].given[name].requires_grad for name in "qkv")
     out, *rest = fa3_ops._fwd(q, q, q)
     assert reached[-1].function == "flash_attn_func" and len(rest) == 3 and not out.requires_grad
-    assert len(fa3_ops._bwd(q, q, q, q, q, lse)) == 5
+    gradients, numbers = [torch.empty_like(q) for _ in range(3)], (S, S, 0.5, True, 3, 4, 2.0, True, 0)
+    assert len(fa3_ops._bwd(q, q, q, q, q, lse, *gradients, *[None] * 4, *numbers)) == 5
+    got = reached[-1].given
+    assert all(got[name] is x for name, x in zip(("dq", "dk", "dv"), gradients, strict=True))
+    assert (got["softmax_scale"], got["causal"], got["window_size"], got["softcap"]) == (
+        0.5,
+        True,
+        (3, 4),
+        2.0,
+    )
+    x = q.detach().requires_grad_()
+    for backward in (fa2._flash_attn_backward, fa2_cuda.bwd, fa3._flash_attn_backward):
+        names = [*inspect.signature(backward).parameters][:9]
+        options = {"dropout_p": 0.0, "alibi_slopes": None, "window_size_left": -1, "window_size_right": -1}
+        options |= {"p_dropout": 0.0, "softmax_scale": 1.0, "causal": True, "is_causal": True, "softcap": 0.0}
+        options |= {"deterministic": False, "dq": q, "dk": q, "dv": q}
+        known = {key: y for key, y in options.items() if key in inspect.signature(backward).parameters}
+        backward(**dict.fromkeys(names[:6], x) | known)
+        assert not any(
+            reached[-1].given[name].requires_grad for name in ("dout", "q", "k", "v", "out", "lse")
+        )
     dq, *rest = fa2_cuda.bwd(q, q, q, q, q, lse, q, q, q, None, 0.0, 1.0, True, -1, -1, 0.0, True)
     assert reached[-1].given["causal"] is reached[-1].given["deterministic"] is True and dq is q
     assert len(fa2_cuda.fwd_kvcache(*[q] * 5, *[None] * 8, 1.0, True, -1, -1, 0.0, True, 4)) == 2
@@ -253,6 +273,14 @@ def test_windows_and_lengths(reached: list[Any], window: Any) -> None:
     )
     got = reached[-1].given
     assert tuple(got["window_size"]) == (3, 4) and got["attn_sink"] is starts
+    x = array(1, S, H, D)
+    for causal, pair, meant in (
+        (False, window, (3, 4)),
+        (False, (-1, 0), (None, None)),
+        (True, (5, -1), (5, 0)),
+    ):
+        fa4.flash_attn_func(x, x, x, causal=causal, window_size=pair)
+        assert reached[-1].given["window_size"] == meant  # a negative sum is no window in FlashAttention-4
     assert (got["max_seqlen_q"], got["max_seqlen_k"]) == (7, 8) and type(got["max_seqlen_q"]) is int
     on_device = torch.empty((), dtype=torch.int32, device="meta")  # reading one raises
     for function in (fa2.flash_attn_varlen_func, fa3.flash_attn_varlen_func):
@@ -317,6 +345,7 @@ REFUSED = [
     ),
     (fa4.flash_attn_func, {"mask_mod": len}, "mask_mod: .*rawmla.flex_attention"),
     (fa4.flash_attn_varlen_func, {"seqused_q": ints(1)}, "seqused_q: not supported"),
+    *((fa4.flash_attn_func, {"window_size": w}, "window_size: .*pass None") for w in ((5, -1), (None, -1))),
 ]
 
 

@@ -17,7 +17,7 @@ WITH_PUBLIC_SIGNATURES = ("api", "compat", "reference")
 
 LAYERS = {
     "cli": "engines compat report kernels jit errors",
-    "engines": "compat report kernels jit environment",
+    "engines": "compat report kernels jit environment errors",
     "compat": "api mha mla call environment",
     "transformers": "errors",
     "preload": "api flex mha mla stand_ins kernels jit call",

@@ -253,6 +253,14 @@ def raising(text: str) -> Any:
     return pytest.raises(ValueError, match=text)
 
 
+@pytest.mark.parametrize("config", [hf.BloomConfig(vocab_size=97, hidden_size=64, n_layer=1, n_head=4)])
+def test_models_that_attend_by_themselves(config: Any) -> None:
+    """Their own functions would take a mask of None for no causality."""
+    model = make(config)
+    with raising("attn_implementation: models of BloomConfig attend by functions of their own"):
+        model(tokens())
+
+
 def test_refusals() -> None:
     """What rawmla cannot serve is named, with the remedy."""
     model, ids = make(CONFIGS["llama"]()), tokens()

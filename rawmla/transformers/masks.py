@@ -13,10 +13,13 @@ hidden: only queries of the padding see it.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
+from transformers import PreTrainedModel
 from transformers.masking_utils import causal_mask_function
 from transformers.utils.import_utils import is_tracing
 
@@ -102,18 +105,34 @@ def make_mask(
 
 
 def _refuse_others(keys: int, options: dict[str, Any]) -> None:
-    """Refuse masks that are no padding, documents, diagonal or window."""
+    """Refuse models that attend by themselves, and masks but of padding, documents, diagonal or window."""
+    config: Any = options.get("config")
+    if not torch.compiler.is_compiling() and not _can_attend(config.__class__):
+        raise ValueError(
+            f"attn_implementation: models of {type(config).__name__} attend by functions of their own, which "
+            "rawmla cannot replace; use attn_implementation='eager'"
+        )
     if options.get("use_vmap"):
         raise ValueError(
             "attention_mask: rawmla cannot follow a mask function of the model's or user's; use "
             "attn_implementation='sdpa' or 'flex_attention'"
         )
-    chunk = getattr(options.get("config"), "attention_chunk_size", None)
+    chunk = getattr(config, "attention_chunk_size", None)
     if chunk is not None and options.get("local_size") == chunk and keys > chunk:
         raise ValueError(
             f"attention_mask: rawmla has no attention in chunks of {chunk} tokens, got {keys} keys; use "
             "attn_implementation='sdpa' or 'flex_attention'"
         )
+
+
+@lru_cache
+def _can_attend(config: type) -> bool:
+    """Whether models of a configuration call attention functions, as far as their classes tell."""
+    module = sys.modules.get(config.__module__.replace("configuration_", "modeling_"))
+    found = vars(module).values() if module else ()
+    models: list[Any] = [x for x in found if isinstance(x, type) and issubclass(x, PreTrainedModel)]
+    own = [x for x in models if x is not PreTrainedModel]
+    return not own or any(x._supports_sdpa or x._supports_flash_attn for x in own)
 
 
 def _has_holes(padding: torch.Tensor) -> torch.Tensor:

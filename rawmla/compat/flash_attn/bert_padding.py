@@ -37,9 +37,9 @@ def index_first_axis_residual(
 
 
 def index_put_first_axis(values: torch.Tensor, indices: torch.Tensor, first_axis_dim: int) -> torch.Tensor:
-    """Return zeros `[first_axis_dim, ...]` with `values` in the rows `indices`."""
+    """Return zeros `[first_axis_dim, ...]` with `values` in the rows `indices`, which are int32 or int64."""
     rows = values.new_zeros(first_axis_dim, *values.shape[1:])
-    return rows.index_copy(0, indices, values)
+    return rows.index_copy(0, indices.long(), values)
 
 
 class _Rows(torch.autograd.Function):

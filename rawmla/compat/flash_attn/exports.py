@@ -67,6 +67,7 @@ def write_kernels(target: Path) -> str:
         (folder / "metadata.json").write_text(json.dumps(metadata, indent=1) + "\n")
         (folder / "__init__.py").write_text(
             f'"""{repository} computed by rawmla."""\n\nfrom rawmla.compat.flash_attn.{module} import *\n'
+            f"from rawmla.compat.flash_attn import {module} as flash_attn_interface\n"  # for diffusers
         )
         entries.append(f"{repository}={os.fspath(folder)}")
     return ":".join(entries)

@@ -105,6 +105,7 @@ def bwd(
     _refuse_generator(unused_generator)
     if p_dropout:
         refuse_dropout(p_dropout)
+    dout, q, k, v, out, softmax_lse = detached(dout, q, k, v, out, softmax_lse)
     gradients = dense_backward.flash_attn_backward(
         dout, q, k, v, out, softmax_lse, dq, dk, dv, is_causal, softmax_scale, deterministic=deterministic,
         window_size=(window_size_left, window_size_right), softcap=softcap, alibi_slopes=alibi_slopes,
@@ -142,6 +143,7 @@ def varlen_bwd(
     _refuse_generator(unused_generator)
     if p_dropout:
         refuse_dropout(p_dropout)
+    dout, q, k, v, out, softmax_lse = detached(dout, q, k, v, out, softmax_lse)
     gradients = dense_backward.flash_attn_varlen_backward(
         dout, q, k, v, out, softmax_lse.t(), cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dq, dk,
         dv, is_causal, softmax_scale, deterministic=deterministic,

@@ -213,6 +213,7 @@ def _flash_attn_backward(
     """Write dq, dk and dv. Returns an empty float32 tensor, as rawmla does not keep softmax_d."""
     if dropout_p:
         refuse_dropout(dropout_p)
+    dout, q, k, v, out, softmax_lse = detached(dout, q, k, v, out, softmax_lse)
     dense_backward.flash_attn_backward(
         dout, q, k, v, out, softmax_lse, dq, dk, dv, causal, softmax_scale, deterministic=deterministic,
         window_size=(window_size_left, window_size_right), softcap=softcap, alibi_slopes=alibi_slopes,
@@ -248,6 +249,7 @@ def _flash_attn_varlen_backward(
     """Write dq, dk and dv, zeros in rows of no request. Returns an empty float32 tensor."""
     if dropout_p:
         refuse_dropout(dropout_p)
+    dout, q, k, v, out, softmax_lse = detached(dout, q, k, v, out, softmax_lse)
     dense_backward.flash_attn_varlen_backward(
         dout, q, k, v, out, softmax_lse.t(), cu_seqlens_q, cu_seqlens_k,
         as_bound(max_seqlen_q, q.shape[0]), as_bound(max_seqlen_k, k.shape[0]), dq, dk, dv, causal,

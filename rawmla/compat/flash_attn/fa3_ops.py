@@ -77,9 +77,30 @@ def _fwd(*given: Any) -> tuple[Any, ...]:
     return out, lse, nothing, torch.empty_like(nothing)
 
 
-def _bwd(*given: Any) -> tuple[Any, ...]:
+def _bwd(
+    dout: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    softmax_lse: Any,
+    dq: Any = None,
+    dk: Any = None,
+    dv: Any = None,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
+    seqused_q: Any = None,
+    seqused_k: Any = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    *others: Any,
+) -> tuple[Any, ...]:
+    """The function has the same arguments in another order."""
     with torch.no_grad():
-        nothing = _flash_attn_backward(*given)
+        nothing = _flash_attn_backward(
+            dout, q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q,
+            max_seqlen_k, dq, dk, dv, *others,
+        )  # fmt: skip
     return nothing, *[torch.empty_like(nothing) for _ in range(4)]
 
 

@@ -129,6 +129,7 @@ def _flash_attn_backward(
 ) -> Any:
     """Write dq, dk and dv. Returns an empty float32 tensor, as rawmla does not keep softmax_d."""
     check_hints(None, sm_margin, None)
+    dout, q, k, v, out, softmax_lse = detached(dout, q, k, v, out, softmax_lse)
     window = window_size_left, window_size_right
     if cu_seqlens_q is None:
         refuse_given(sequed_q=sequed_q, sequed_k=sequed_k)

@@ -21,6 +21,7 @@ from .refusals import refuse_dtype, refuse_given, unsupported
 __all__ = ["flash_attn_func", "flash_attn_varlen_func"]
 
 FORM = "FlashAttention-4"
+NO_WINDOW = (None, None)
 _plain, _varlen = [Usage(f"flash_attn.cute.{name}") for name in __all__]
 
 
@@ -32,7 +33,7 @@ def flash_attn_func(
     gather_kv_indices: Any = None,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Any = (None, None),
+    window_size: Any = NO_WINDOW,
     learnable_sink: Any = None,
     softcap: float = 0.0,
     num_splits: int = 1,
@@ -53,8 +54,8 @@ def flash_attn_func(
     """
     _refuse(q, qv, gather_kv_indices, score_mod, score_mod_bwd, mask_mod, aux_tensors, aux_scalars,
             block_sparse_tensors, block_sparse_tensors_bwd)  # fmt: skip
-    if window_size.__class__ is not tuple:
-        window_size = as_pair(window_size)
+    if window_size is not NO_WINDOW:
+        window_size = _window_of(window_size, causal)
     if num_splits != 1:
         check_num_splits(num_splits)
     if pack_gqa is not None:
@@ -85,7 +86,7 @@ def flash_attn_varlen_func(
     page_table: Any = None,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Any = (None, None),
+    window_size: Any = NO_WINDOW,
     learnable_sink: Any = None,
     softcap: float = 0.0,
     num_splits: int = 1,
@@ -111,8 +112,8 @@ def flash_attn_varlen_func(
     """
     _refuse(q, qv, gather_kv_indices, score_mod, score_mod_bwd, mask_mod, aux_tensors, aux_scalars,
             block_sparse_tensors, None)  # fmt: skip
-    if window_size.__class__ is not tuple:
-        window_size = as_pair(window_size)
+    if window_size is not NO_WINDOW:
+        window_size = _window_of(window_size, causal)
     if num_splits != 1:
         check_num_splits(num_splits)
     if pack_gqa is not None:
@@ -174,6 +175,27 @@ def _refuse(
         mask_mod=mask_mod, aux_tensors=aux_tensors, aux_scalars=aux_scalars,
         block_sparse_tensors=block_sparse_tensors, block_sparse_tensors_bwd=block_sparse_tensors_bwd,
     )  # fmt: skip
+
+
+def _window_of(window_size: Any, causal: Any) -> Any:
+    """Return a window with FlashAttention-4's meaning of negative bounds: None alone is no bound there."""
+    window = as_pair(window_size)
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        return window
+    left, right = window
+    if not all(bound is None or hasattr(bound, "__index__") for bound in window):
+        return window
+    if causal and (right is None or right < 0):
+        right = 0
+    end = 0 if causal else right
+    if left is not None and end is not None and left + end < 0:
+        return NO_WINDOW
+    if any(bound is not None and bound < 0 for bound in (left, right)):
+        raise ValueError(
+            "window_size: rawmla has no bounds below 0, by which FlashAttention-4 hides a query's own key, "
+            f"got {tuple(window)}; pass None for no bound"
+        )
+    return left, right
 
 
 def _with_sink(lse: Any, sink: Any) -> Any:

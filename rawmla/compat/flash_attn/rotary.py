@@ -257,24 +257,35 @@ class RotaryEmbedding(torch.nn.Module):
         pairs = torch.arange(0, self.dim, 2, device=device, dtype=torch.float32)
         return 1.0 / self.base ** (pairs / self.dim)
 
-    def _update_tables(self, positions: int, x: torch.Tensor) -> None:
-        """Make tables for this many positions, in x's dtype and on its device, unless there are such."""
+    # The names of the next three are FlashAttention's: subclasses use them, as ModernBERT's does.
+
+    @property
+    def _cos_cached(self) -> torch.Tensor | None:
+        return self._tables[0] if self._tables else None
+
+    @property
+    def _sin_cached(self) -> torch.Tensor | None:
+        return self._tables[1] if self._tables else None
+
+    def _update_cos_sin_cache(self, seqlen: int, device: Any = None, dtype: Any = None) -> None:
+        """Make tables for this many positions in a dtype on a device, unless there are such."""
+        device = self.inv_freq.device if device is None else torch.device(device)
         if self._tables:
             table = self._tables[0]
-            fits = table.shape[0] >= positions and (table.device, table.dtype) == (x.device, x.dtype)
+            fits = table.shape[0] >= seqlen and (table.device, table.dtype) == (device, dtype)
             if fits and not (self.training and table.is_inference()):
                 return
-        t = torch.arange(positions, device=x.device, dtype=torch.float32)
+        t = torch.arange(seqlen, device=device, dtype=torch.float32)
         frequencies = self.inv_freq  # a cast of the module would have rounded them
-        if frequencies.dtype is not torch.float32 or frequencies.device != x.device:
-            frequencies = self._frequencies(x.device)
+        if frequencies.dtype is not torch.float32 or frequencies.device != device:
+            frequencies = self._frequencies(device)
         angles = t.unsqueeze(1) * frequencies
         tables = [angles.cos(), angles.sin()]
         if self.scale_base is not None:
-            power = (t - positions // 2) / self.scale_base
-            scale = self.scale.to(x.device, torch.float32) ** power.unsqueeze(1)
+            power = (t - seqlen // 2) / self.scale_base
+            scale = self.scale.to(device, torch.float32) ** power.unsqueeze(1)
             tables = [*[table * scale for table in tables], *[table / scale for table in tables]]
-        self._tables = tuple(table.to(x.dtype) for table in tables)
+        self._tables = tuple(table.to(dtype) for table in tables)
 
     def forward(
         self,
@@ -289,9 +300,9 @@ class RotaryEmbedding(torch.nn.Module):
         `max_seqlen` says how many positions there are where `seqlen_offset` is a tensor `[b]`.
         """
         if max_seqlen is not None:
-            self._update_tables(max_seqlen, qkv)
+            self._update_cos_sin_cache(max_seqlen, qkv.device, qkv.dtype)
         elif isinstance(seqlen_offset, int):
-            self._update_tables(qkv.shape[1] + seqlen_offset, qkv)
+            self._update_cos_sin_cache(qkv.shape[1] + seqlen_offset, qkv.device, qkv.dtype)
         elif not self._tables:
             raise ValueError("max_seqlen: expected an int with a seqlen_offset that is a tensor, got None")
         cos, sin, cos_k, sin_k = (*self._tables, *self._tables)[:4]
