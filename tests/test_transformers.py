@@ -10,6 +10,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -314,6 +315,13 @@ def test_float32_of_norms_is_cast() -> None:
     model.float()
     with torch.autocast(DEVICE, torch.bfloat16):
         torch.testing.assert_close(model(tokens()).logits.detach(), want, atol=0.2, rtol=0)
+
+
+def test_float32_without_linear_layers() -> None:
+    """rawmla's own error says what to do. Its twins take float32."""
+    model = make(hf.GPT2Config(vocab_size=97, n_embd=64, n_layer=1, n_head=4)).float()
+    with pytest.raises(TypeError, match="^q: .*float32") if HAS_GPU else nullcontext():
+        model(tokens())
 
 
 def test_checkpointing_keeps_gradients() -> None:

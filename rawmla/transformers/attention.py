@@ -44,7 +44,10 @@ def attend(
         _warn_once("dropout: rawmla has none, so attention_dropout counts as 0")
     if options.get("output_attentions"):
         _warn_once("output_attentions: rawmla returns no probabilities; use attn_implementation='eager'")
-    dtype = get_target_dtype(query, module)  # of float32 queries, which norms in float32 may give
+    try:
+        dtype = get_target_dtype(query, module)  # of float32 queries, which norms in float32 may give
+    except StopIteration:  # it takes the dtype of a Linear layer, and GPT-2 has none
+        dtype = None
     q, k, v = [(x if dtype is None else x.to(dtype)).transpose(1, 2) for x in (query, key, value)]
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     left = -1 if sliding_window is None else sliding_window - 1
