@@ -88,8 +88,8 @@ def warmup(
         output need. None: 64 and 128 if "prefix" is named, else none.
     kvcache_head_dims : iterable of pairs of int, optional
         Head dimensions (d_qk, d_v) of attention over caches, for any number of query tokens; `warmup_call`
-        loads what a softcap or slopes need. None: the pairs of `mha_head_dims` if "kvcache" is named, else
-        none.
+        loads what a softcap, slopes or FP8 caches need. None: the pairs of `mha_head_dims` if "kvcache" is
+        named, else none.
     device : int, optional
         Device ordinal; None is the current device.
 

@@ -184,5 +184,5 @@ def _cupy_arrays() -> str:
 def _import(name: str, purpose: str) -> None:
     try:
         __import__(name)
-    except ImportError as error:
+    except Exception as error:  # what an import may raise has no end
         raise MissingDependencyError(f"{purpose} ({error}); install it with {INSTALL_HINT}") from error

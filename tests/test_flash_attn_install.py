@@ -139,6 +139,51 @@ except ImportError as error:
     assert succeeds(code, tmp_path, tmp_path).startswith("No module named 'flash_attn.cute'")
 
 
+def test_generations_one_after_the_other(tmp_path: Path) -> None:
+    """Generation 4 alone makes a package flash_attn without a file."""
+    code = """
+import importlib.util, rawmla
+rawmla.install_flash_attn(4)
+import flash_attn.cute
+rawmla.install_flash_attn((2, 3))
+import flash_attn
+print(flash_attn.__rawmla__ == rawmla.__version__)
+rawmla.uninstall_flash_attn()
+print(importlib.util.find_spec("flash_attn"))
+rawmla.install_flash_attn(4)
+import flash_attn.cute
+rawmla.uninstall_flash_attn()
+print(importlib.util.find_spec("flash_attn"))
+"""
+    assert succeeds(code, tmp_path).split() == ["True", "None", "None"]
+
+
+def test_names_in_another_package(tmp_path: Path) -> None:
+    """`from flash_attn import cute` and a folder of ours that comes later in sys.path."""
+    cute = tmp_path / "flash_attn" / "cute"
+    cute.mkdir(parents=True)
+    for folder in (cute, cute.parent):
+        (folder / "__init__.py").write_text("whose = 'theirs'\n")
+    code = """
+import sys, rawmla
+from rawmla.compat.flash_attn.install import folders
+sys.path += folders((2,))
+from flash_attn import cute as theirs
+rawmla.install_flash_attn(4, replace=True)
+from flash_attn import cute
+rawmla.uninstall_flash_attn()
+from flash_attn import cute as again
+before = list(sys.path)
+rawmla.install_flash_attn(2, replace=True)
+import flash_attn
+print(hasattr(cute, "__rawmla__"), again is theirs, hasattr(flash_attn, "__rawmla__"))
+rawmla.uninstall_flash_attn()
+import flash_attn
+print(flash_attn.whose, sys.path == before)
+"""
+    assert succeeds(code, tmp_path, tmp_path).split() == ["True", "True", "True", "theirs", "True"]
+
+
 def test_beside_the_wheel_of_flash_attention_4(tmp_path: Path) -> None:
     """That wheel has a folder without an __init__.py. It stays whose it is, unless ours is asked for."""
     (tmp_path / "flash_attn" / "cute").mkdir(parents=True)

@@ -118,7 +118,7 @@ def register_with_out(
         graph,
     )
     register(
-        f"{name}_out({arguments}, Tensor(a!) out) -> {_results(num_results - 1)}",
+        f"{name}_out({arguments}, Tensor(out!) out) -> {_results(num_results - 1)}",
         lambda *args: _without_first(run(*args[:-1], out=args[-1])),
         lambda **given: _without_first(refer(**given)),
         (lambda out, **given: _without_first(empty(**given))) if num_results > 1 else None,

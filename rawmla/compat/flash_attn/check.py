@@ -27,8 +27,11 @@ def answers() -> Iterator[str]:
             answer = f"{'no, ' + reason if reason else 'yes'} ({name} is {place})"
         yield f"is_flash_attn_{version}_available: {answer}"
     if importlib.util.find_spec("transformers") is not None:
-        import transformers
-
+        try:
+            import transformers
+        except Exception as error:
+            yield f"transformers cannot be imported: {type(error).__name__}: {error}"
+            return
         for version in GENERATIONS:
             ask = getattr(transformers.utils, f"is_flash_attn_{version}_available", None)
             if ask is not None:

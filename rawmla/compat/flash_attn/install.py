@@ -57,6 +57,7 @@ def install_flash_attn(
         False raises, True hides them until `uninstall_flash_attn`.
     dropout : str
         How to treat a `dropout_p` above 0: "error" raises, "ignore" warns once and computes without dropout.
+        Children that `multiprocessing` spawns take it from the environment: `RAWMLA_FLASH_ATTN_DROPOUT`.
 
     Raises
     ------
@@ -87,8 +88,9 @@ def install_flash_attn(
             modules.refuse_foreign(name, "install_flash_attn", _is_ours, _is_our_file)
     foreign = [name for name in names if name in sys.modules and not _is_ours(sys.modules[name])]
     _displaced.update(modules.remove(foreign))
+    _remove_namespace()
     for version, folder in zip(chosen, folders(chosen), strict=True):
-        if folder not in sys.path:
+        if folder not in sys.path or (replace and version not in _folders):
             sys.path.insert(0, folder)
             _folders[version] = folder
             log(f"{GENERATIONS[version].modules[0]} is rawmla in this process (dropout={dropout!r})")
@@ -110,8 +112,11 @@ def uninstall_flash_attn() -> None:
     _folders.clear()
     for package in _extended:
         package.__path__ = [folder for folder in package.__path__ if folder != _cute_folder()]
-    _extended.clear()
     modules.restore(names, _displaced)
+    _remove_namespace()
+    for package in _extended:
+        _bind_cute(package)
+    _extended.clear()
     _displaced.clear()
     importlib.invalidate_caches()
     set_dropout(DEFAULT_DROPOUT)
@@ -139,7 +144,20 @@ def installed() -> dict[str, str]:
 
 def _is_ours(module: ModuleType) -> bool:
     file = getattr(module, "__file__", None)
-    return file is not None and _is_our_file(Path(file))
+    return _is_namespace(module) if file is None else _is_our_file(Path(file))
+
+
+def _is_namespace(module: ModuleType) -> bool:
+    """Whether a module is the package `flash_attn` of generation 4, which has no file."""
+    folders = list(getattr(module, "__path__", ()))
+    return getattr(module, "__file__", None) is None and folders == [_cute_folder()]
+
+
+def _remove_namespace() -> None:
+    """Let the next import of `flash_attn` look at the folders as they are then."""
+    package = sys.modules.get("flash_attn")
+    if package is not None and _is_namespace(package):
+        modules.remove(["flash_attn"])
 
 
 def _is_our_file(file: Path) -> bool:
@@ -151,10 +169,18 @@ def _is_our_file(file: Path) -> bool:
 def _extend_path(versions: Iterable[int]) -> None:
     """Let a `flash_attn` that is imported find `flash_attn.cute`."""
     package = sys.modules.get("flash_attn")
-    folder = _cute_folder()
-    if 4 in versions and package is not None and folder not in package.__path__:
-        package.__path__ = [folder, *package.__path__]
+    folder, path = _cute_folder(), getattr(package, "__path__", None)
+    if 4 in versions and package is not None and path is not None and folder not in path:
+        package.__path__ = [folder, *path]
         _extended.append(package)
+        _bind_cute(package)
+
+
+def _bind_cute(package: ModuleType) -> None:
+    """Let `from flash_attn import cute` give what `import flash_attn.cute` gives."""
+    vars(package).pop("cute", None)
+    if "flash_attn.cute" in sys.modules:
+        vars(package)["cute"] = sys.modules["flash_attn.cute"]
 
 
 def _cute_folder() -> str:
