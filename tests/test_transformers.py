@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fresh
@@ -27,6 +28,7 @@ import torch  # noqa: E402
 import transformers as hf  # noqa: E402
 import transformers_twins as twins  # noqa: E402
 from transformers import masking_utils  # noqa: E402
+from transformers.models.mistral.modeling_mistral import eager_attention_forward  # noqa: E402
 from transformers_models import (  # noqa: E402
     CONFIGS,
     DEVICE,
@@ -254,12 +256,58 @@ def raising(text: str) -> Any:
     return pytest.raises(ValueError, match=text)
 
 
-@pytest.mark.parametrize("config", [hf.BloomConfig(vocab_size=97, hidden_size=64, n_layer=1, n_head=4)])
-def test_models_that_attend_by_themselves(config: Any) -> None:
-    """Their own functions would take a mask of None for no causality."""
-    model = make(config)
-    with raising("attn_implementation: models of BloomConfig attend by functions of their own"):
-        model(tokens())
+BLOOM = hf.BloomConfig(vocab_size=97, hidden_size=64, n_layer=1, n_head=4)
+AIMV2 = hf.Aimv2TextConfig(**{**SMALL, "eos_token_id": 2})
+
+
+@pytest.mark.parametrize(
+    ("config", "kind", "reason"),
+    [
+        (BLOOM, hf.AutoModelForCausalLM, "BloomConfig attend by functions of their own"),
+        (AIMV2, hf.Aimv2TextModel, "Aimv2TextConfig have masks that their layers do not know"),
+    ],
+)
+def test_models_that_attend_otherwise(config: Any, kind: Any, reason: str) -> None:
+    """A mask of None would be no causality to them."""
+    kind = kind if hasattr(kind, "from_config") else SimpleNamespace(from_config=kind._from_config)
+    model = make(config, kind)
+    with raising(f"attn_implementation: models of {reason}"):
+        model(tokens(), attention_mask=padding("left"))
+    bidirectional = hf.GemmaConfig(**GROUPED, head_dim=16)
+    bidirectional.use_bidirectional_attention = True
+    bidirectional._attn_implementation = "rawmla"
+    embeds = torch.zeros(3, 11, 64, device=DEVICE, dtype=DTYPE)
+    given = {"config": bidirectional, "inputs_embeds": embeds, "attention_mask": None}
+    with raising("GemmaConfig have a causal mask here and layers without causality"):
+        masking_utils.create_causal_mask(**given, cache=None)
+    masking_utils.create_bidirectional_mask(**given)
+
+
+@pytest.mark.parametrize("pad", ["none", "left", "right"])
+@pytest.mark.parametrize("queries", [2, 11])
+def test_windows_of_both_sides(pad: str, queries: int) -> None:
+    """As wide as the model's configuration says, and for fewer queries than keys."""
+    model = make(CONFIGS["mistral"]())
+    for layer in model.model.layers:
+        layer.self_attn.is_causal = False
+    config, mask, wide = model.config, padding(pad), torch.zeros(3, 11, 64, device=DEVICE, dtype=DTYPE)
+    q, k, v = [
+        torch.randn(3, h, n, 16, device=DEVICE, dtype=DTYPE) for h, n in ((4, queries), (2, 11), (2, 11))
+    ]
+    results, visible = [], torch.ones(3, 11, dtype=torch.bool) if mask is None else mask.bool().cpu()
+    for name in ("eager", "rawmla"):
+        config._attn_implementation = name
+        made = masking_utils.create_bidirectional_sliding_window_mask(
+            config=config, inputs_embeds=wide, attention_mask=mask
+        )
+        if name == "eager" and made is not None:
+            made = made[:, :, -queries:]
+        function = eager_attention_forward if name == "eager" else attend
+        results.append(
+            function(model.model.layers[0].self_attn, q, k, v, made, scaling=0.25, sliding_window=5)[0]
+        )
+    want, got = [x.float().cpu()[visible[:, -queries:]] for x in results]
+    torch.testing.assert_close(got, want, atol=0.05 if HAS_GPU else 1e-5, rtol=0)
 
 
 def test_refusals() -> None:

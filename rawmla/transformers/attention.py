@@ -51,6 +51,8 @@ def attend(
     q, k, v = [(x if dtype is None else x.to(dtype)).transpose(1, 2) for x in (query, key, value)]
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     left = -1 if sliding_window is None else sliding_window - 1
+    if not causal and sliding_window == getattr(getattr(module, "config", None), "sliding_window", -1):
+        left += 1  # a bidirectional mask shows as many keys on either side
     shared: dict[str, Any] = {
         **{"softmax_scale": scaling, "causal": causal, "softcap": softcap or 0.0, "attn_sink": s_aux},
         "window_size": (left, 0 if causal else left),
@@ -188,7 +190,8 @@ def _attend_padded(
     if shared["causal"]:
         first, queries = (s_q - keys).clamp(min=0), keys.clamp(max=s_q)  # the last query is at the last key
     elif shared["window_size"][0] >= 0:
-        first, queries = start, keys  # every query is at its own key
+        first = (start - (s_k - s_q)).clamp(min=0)  # queries are at the last keys
+        queries = (end - (s_k - s_q)).clamp(min=0) - first
     else:
         first, queries = torch.zeros_like(start), torch.full_like(start, s_q)
     used_q, used_k = [torch.stack([torch.zeros_like(x), x], 1).flatten() for x in (queries, keys)]

@@ -33,6 +33,12 @@ _FUTURE = (
 )
 
 
+_OTHER_MASKS = (
+    "aimv2_text_model", "diffusion_gemma", "diffusion_gemma_text", "pegasus_x", "phi4_multimodal_vision"
+)  # fmt: skip
+"""Types of models whose layers say another causality or window than their masks have."""
+
+
 class Segments(NamedTuple):
     """Packed requests. The tokens of `[b, s]` that take part are rows of a packed array."""
 
@@ -63,6 +69,8 @@ def make_mask(
     """
     device = options["device"]
     is_causal = "allow_is_bidirectional_skip" not in options  # an option of bidirectional masks alone
+    if not torch.compiler.is_compiling():
+        _refuse_model(options.get("config"), is_causal and q_length > 1)
     _refuse_others(kv_offset + kv_length, options)
     # Keys end after the last query. A static cache is longer, and keeps its number of tokens on the device.
     end: Any = q_offset + q_length - kv_offset if is_causal else kv_length
@@ -104,20 +112,32 @@ def make_mask(
     return _lengths(batch_size, padding, end, is_causal, device)
 
 
+def _refuse_model(config: Any, is_causal: bool) -> None:
+    """Refuse models whose layers would not attend as their masks say, or do not call attention functions."""
+    kind = getattr(config, "model_type", None)
+    layers = getattr(config, "num_hidden_layers", None)
+    if not _can_attend(config.__class__) or getattr(config, "index_topk", None) is not None:
+        reason = "attend by functions of their own"
+    elif kind in _OTHER_MASKS or (layers and layers == getattr(config, "num_kv_shared_layers", 0)):
+        reason = "have masks that their layers do not know"  # Gemma 4's assistants share all keys
+    elif is_causal and getattr(config, "use_bidirectional_attention", None) in (True, "all"):
+        reason = "have a causal mask here and layers without causality"
+    else:
+        return
+    raise ValueError(
+        f"attn_implementation: models of {type(config).__name__} {reason}, so rawmla cannot serve them; use "
+        "attn_implementation='eager'"
+    )
+
+
 def _refuse_others(keys: int, options: dict[str, Any]) -> None:
-    """Refuse models that attend by themselves, and masks but of padding, documents, diagonal or window."""
-    config: Any = options.get("config")
-    if not torch.compiler.is_compiling() and not _can_attend(config.__class__):
-        raise ValueError(
-            f"attn_implementation: models of {type(config).__name__} attend by functions of their own, which "
-            "rawmla cannot replace; use attn_implementation='eager'"
-        )
+    """Refuse masks that are no padding, documents, diagonal or window."""
     if options.get("use_vmap"):
         raise ValueError(
             "attention_mask: rawmla cannot follow a mask function of the model's or user's; use "
             "attn_implementation='sdpa' or 'flex_attention'"
         )
-    chunk = getattr(config, "attention_chunk_size", None)
+    chunk = getattr(options.get("config"), "attention_chunk_size", None)
     if chunk is not None and options.get("local_size") == chunk and keys > chunk:
         raise ValueError(
             f"attention_mask: rawmla has no attention in chunks of {chunk} tokens, got {keys} keys; use "
