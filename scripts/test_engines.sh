@@ -24,7 +24,7 @@ if [[ ! $folder/installed -nt ${BASH_SOURCE[0]} ]]; then
         msgspec openai openai-harmony opentelemetry-api orjson partial-json-parser pillow pip prometheus_client \
         prometheus-fastapi-instrumentator protobuf psutil py-cpuinfo pybase64 pydantic python-json-logger pyyaml pyzmq \
         regex requests sentencepiece setproctitle 'setuptools<81' tiktoken tqdm 'transformers>=5.16.1,<5.21' uvloop \
-        watchfiles xgrammar filelock ml_dtypes numpy pytest rich
+        watchfiles xgrammar filelock ml_dtypes numpy pytest rich 'cupy-cuda13x>=14' 'cuda-bindings>=13,<14'
     touch "$folder/installed"
 fi
 
