@@ -283,6 +283,17 @@ def test_models_that_attend_otherwise(config: Any, kind: Any, reason: str) -> No
     masking_utils.create_bidirectional_mask(**given)
 
 
+def test_no_window_in_a_model_that_may_have_one() -> None:
+    model = make(hf.MistralConfig(**GROUPED, sliding_window=None))
+    module = model.model.layers[0].self_attn
+    module.is_causal = False
+    q, k, v = [torch.randn(3, heads, 11, 16, device=DEVICE, dtype=DTYPE) for heads in (4, 2, 2)]
+    want, got = [
+        function(module, q, k, v, None, scaling=0.25)[0].float() for function in (eager_attention_forward, attend)
+    ]
+    torch.testing.assert_close(got, want, atol=0.05 if HAS_GPU else 1e-5, rtol=0)
+
+
 @pytest.mark.parametrize("pad", ["none", "left", "right"])
 @pytest.mark.parametrize("queries", [2, 11])
 def test_windows_of_both_sides(pad: str, queries: int) -> None:

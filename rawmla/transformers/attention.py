@@ -51,7 +51,8 @@ def attend(
     q, k, v = [(x if dtype is None else x.to(dtype)).transpose(1, 2) for x in (query, key, value)]
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     left = -1 if sliding_window is None else sliding_window - 1
-    if not causal and sliding_window == getattr(getattr(module, "config", None), "sliding_window", -1):
+    of_model = getattr(getattr(module, "config", None), "sliding_window", None)
+    if not causal and sliding_window is not None and sliding_window == of_model:
         left += 1  # a bidirectional mask shows as many keys on either side
     shared: dict[str, Any] = {
         **{"softmax_scale": scaling, "causal": causal, "softcap": softcap or 0.0, "attn_sink": s_aux},
