@@ -27,6 +27,7 @@ pytest.importorskip("transformers", "5.24", reason='needs transformers: pip inst
 import torch  # noqa: E402
 import transformers as hf  # noqa: E402
 import transformers_twins as twins  # noqa: E402
+from torch._dynamo.testing import CompileCounterWithBackend  # noqa: E402
 from transformers import masking_utils  # noqa: E402
 from transformers.models.mistral.modeling_mistral import eager_attention_forward  # noqa: E402
 from transformers_models import (  # noqa: E402
@@ -236,7 +237,7 @@ def test_compiled_decoding(monkeypatch: MonkeyPatch) -> None:
     """A decoding step over a static cache is one graph, which serves all steps."""
     model, ids = make(CONFIGS["llama"]()).bfloat16(), tokens(3, 20)
     mask = torch.nn.functional.pad(padding("left"), (0, 9), value=1)
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend("aot_eager")
     step = torch.compile(model, backend=counter, fullgraph=True)
     cache = hf.StaticCache(model.config, max_cache_len=32)
     with torch.no_grad():
@@ -289,7 +290,8 @@ def test_no_window_in_a_model_that_may_have_one() -> None:
     module.is_causal = False
     q, k, v = [torch.randn(3, heads, 11, 16, device=DEVICE, dtype=DTYPE) for heads in (4, 2, 2)]
     want, got = [
-        function(module, q, k, v, None, scaling=0.25)[0].float() for function in (eager_attention_forward, attend)
+        function(module, q, k, v, None, scaling=0.25)[0].float()
+        for function in (eager_attention_forward, attend)
     ]
     torch.testing.assert_close(got, want, atol=0.05 if HAS_GPU else 1e-5, rtol=0)
 
