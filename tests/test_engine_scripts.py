@@ -7,6 +7,7 @@ import json
 import sys
 import types
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ command, given = sys.argv[1:3]
 if command == "serve":
     job = json.load(open(given))
     print("starts", job["name"], flush=True)
+    if job["mode"] == "patch" and job["engine"] == "sglang":
+        print("rawmla [7]: sglang.attend is computed by rawmla: called as of SGLang, shapes []", flush=True)
     time.sleep(60 if job["name"] == "slow" else 0)
     if job["name"] != "breaks":
         open(sys.argv[3], "w").write(json.dumps({"ids": [[1]], "logprobs": [[-1.0]]}))
@@ -63,6 +66,17 @@ def test_engines_find_the_plug_in(tmp_path: Path) -> None:
     assert groups["vllm.general_plugins"] == "rawmla.engines.vllm:register"
     job = Job("name", "llama", "FLASH_ATTN", "patch", variables={"A": "1"})
     assert drive.environment(tmp_path, job).items() >= {"RAWMLA_VLLM": "patch", "A": "1"}.items()
+    sglang = drive.environment(tmp_path, replace(job, engine="sglang"))
+    assert sglang["RAWMLA_SGLANG"] == "patch" and "RAWMLA_VLLM" not in sglang
+
+
+@pytest.mark.parametrize(("mode", "kernels"), [("patch", ["sglang.attend"]), ("none", [])])
+def test_what_rawmla_computes_in_another_process(tmp_path: Path, mode: str, kernels: list[str]) -> None:
+    (tmp_path / "fake.py").write_text(FAKE)
+    job = Job("one", "llama", "fa3", mode, engine="sglang")
+    drive.Driver(tmp_path, 60, [sys.executable, str(tmp_path / "fake.py")]).run([job], 1)
+    (row,) = record.jobs(record.read(tmp_path / "results.jsonl"))
+    assert (row["engine"], row["kernels"]) == ("sglang", kernels)
 
 
 def test_jobs_of_waves_are_distinct_and_complete() -> None:
@@ -129,13 +143,27 @@ class FakeLLM:
         return [types.SimpleNamespace(outputs=[self.output(ids)]) for ids in chosen]
 
 
+class FakeSGLang:
+    """The parts of SGLang's Engine that the tasks use."""
+
+    def __init__(self, **options: Any) -> None:
+        assert options["attention_backend"] == "fa3" and options["port"] != options["nccl_port"]
+
+    def generate(self, input_ids: Any, sampling_params: Any, return_logprob: bool) -> list[dict[str, Any]]:
+        chosen = [(-0.5, place, None) for place in range(sampling_params["max_new_tokens"])]
+        return [{"meta_info": {"output_token_logprobs": chosen}} for _ in input_ids]
+
+
 @pytest.fixture
 def made_up_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     vllm = types.ModuleType("vllm")
     vllm.LLM, vllm.SamplingParams = FakeLLM, types.SimpleNamespace  # type: ignore[attr-defined]
     vllm._custom_ops = types.SimpleNamespace(fused_add_rms_norm=None)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "vllm", vllm)
-    monkeypatch.setattr(serve, "machine", lambda: {"vllm": "0"})
+    for name in ("sglang", "sglang.srt", "sglang.srt.entrypoints", "sglang.srt.entrypoints.engine"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    sys.modules[name].Engine = FakeSGLang  # type: ignore[attr-defined]
+    monkeypatch.setattr(serve, "machine", lambda engine: {engine: "0"})
     monkeypatch.setattr(traces, "traced", lambda *args: {"attention_us": 5.0, "busy_us": 50.0, "ours": []})
     monkeypatch.setattr(host, "TIMED", ((__name__, "FakeLLM.step"),))
     yield
@@ -173,6 +201,20 @@ def test_tasks_with_a_made_up_engine(tmp_path: Path, made_up_engine: None, tasks
     else:
         (timed,) = result["host"]["functions"]
         assert timed["calls"] == 1 and result["host"]["profile"]
+
+
+def test_sglang_as_a_made_up_engine(tmp_path: Path, made_up_engine: None) -> None:
+    tasks = {"generate": {"kind": "short", "tokens": 4}}
+    job, given, path = (
+        Job("name", "llama", "fa3", tasks=tasks, engine="sglang"),
+        tmp_path / "job",
+        tmp_path / "r",
+    )
+    given.write_text(job.text())
+    assert serve.main([str(given), str(path), "--folder", str(tmp_path)]) == 0
+    result = json.loads(path.read_text())
+    assert result["ids"] == [[0, 1, 2, 3]] * len(prompts("short")) and result["machine"] == {"sglang": "0"}
+    assert result["logprobs"][0] == [-0.5] * 4 and set(result["again"]) == {None}
 
 
 def test_checksums_depend_on_every_bit() -> None:
@@ -241,3 +283,17 @@ def test_tables() -> None:
         assert line in text.splitlines()
     table = report.readme_cells(report.of_speed(record.jobs(rows)))
     assert table == [["requests", "FlashMLA"], ["64", "1,001"]]
+
+
+def test_each_engine_has_its_part_of_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "docs").mkdir()
+    parts = [f"{report.BEGIN.format(title)}\nold {title}\n{report.END}\n" for title in report.TITLES.values()]
+    (tmp_path / "docs" / "engines.md").write_text("".join(parts))
+    monkeypatch.setattr(report, "ROOT", tmp_path)
+    about = row("a", "fa3", "patch", engine="sglang", logprobs=[[-1.0]], again=[None], ids=[[1]])
+    record.append(tmp_path / "results.jsonl", [about | {"machine": {"sglang": "0.5.17"}, "kernels": ["f"]}])
+    assert report.main([str(tmp_path / "results.jsonl"), "--write"]) == 0
+    text = (tmp_path / "docs" / "engines.md").read_text()
+    assert "old vLLM" in text and "old SGLang" not in text
+    assert "Machine: SGLang, torch, transformers and GPU 0.5.17." in text
+    assert "| dense16 | rawmla, patch | eager | - | - | - | - | - | 1 of 1 | - |" in text

@@ -33,6 +33,8 @@ SHORTEST = 25
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 OFFLINE |= {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 PLAIN = {"VLLM_USE_FLASHINFER_SAMPLER": "0", "RAWMLA_LOG": "1", "PYTHONUNBUFFERED": "1"}
+COMPUTED = r"rawmla \[\d+\]: (\S+) is computed by rawmla"
+"""What `RAWMLA_LOG` says of a function's first call."""
 
 
 def plug_in(folder: Path) -> Path:
@@ -52,8 +54,8 @@ def environment(folder: Path, job: Job) -> dict[str, str]:
     """Variables of a job's process."""
     path = [str(folder / "plug-in"), str(ROOT), os.environ.get("PYTHONPATH", "")]
     own = {"PYTHONPATH": ":".join(filter(None, path)), "VLLM_CACHE_ROOT": str(folder / "vllm")}
-    mode = {} if job.mode == "none" else {"RAWMLA_VLLM": job.mode}
-    left = {name: text for name, text in os.environ.items() if name != "RAWMLA_VLLM"}
+    mode = {} if job.mode == "none" else {f"RAWMLA_{job.engine.upper()}": job.mode}
+    left = {name: text for name, text in os.environ.items() if name not in ("RAWMLA_VLLM", "RAWMLA_SGLANG")}
     return {**left, **OFFLINE, **PLAIN, **own, **mode, **job.variables}
 
 
@@ -128,9 +130,11 @@ class Driver:
         row: dict[str, Any] = {"error": ": ".join((why, *lines[-1:]))}
         if result.exists():
             row = json.loads(result.read_text())
+            if job.engine == "sglang":  # whose kernels run in another process than its tasks
+                row["kernels"] = sorted(set(re.findall(COMPUTED, text)))
         if "error" in row:
             row["log"] = lines[-25:]
-        about = ("name", "model", "backend", "mode", "case", "group", "round")
+        about = ("name", "engine", "model", "backend", "mode", "case", "group", "round")
         row = {**{name: getattr(job, name) for name in about}, **row}
         record.append(self.results, [row])
         self.say(f"{job.name}: {row.get('error', 'done')}, {time.monotonic() - begin:.0f} s")

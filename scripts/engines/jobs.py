@@ -23,14 +23,14 @@ class Job:
     name: str
     model: str
     backend: str
-    """A member of vLLM's AttentionBackendEnum, or a kernel for `alone`."""
+    """A member of vLLM's AttentionBackendEnum, a name of SGLang's, or a kernel for `alone`."""
     mode: str = "none"
-    """RAWMLA_VLLM's value; "none" leaves the engine as it is."""
+    """Value of the engine's variable, such as RAWMLA_VLLM; "none" leaves the engine as it is."""
     case: str = "eager"
     tasks: dict[str, Any] = field(default_factory=dict)
     """Functions of `serve.TASKS`, with their arguments."""
     options: dict[str, Any] = field(default_factory=dict)
-    """More of vLLM's options."""
+    """More of the engine's options."""
     variables: dict[str, str] = field(default_factory=dict)
     """More environment variables."""
     group: str = ""
@@ -40,6 +40,8 @@ class Job:
     """No other job may run beside it: it is timed."""
     seconds: int = 240
     """Time after which it is stopped."""
+    engine: str = "vllm"
+    """The package of the engine: vllm or sglang."""
 
     def text(self) -> str:
         return json.dumps(asdict(self))

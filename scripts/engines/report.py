@@ -2,7 +2,8 @@
 
     python scripts/engines report RESULTS.jsonl [--write]
 
-`--write` puts them between the markers of docs/engines.md, and the table of tokens per second into README.md.
+`--write` puts those of each engine between its markers of docs/engines.md, and the table of tokens per second
+into README.md.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from bench.tables import Cells, markdown
 from . import ROOT, host, record, traces, waves
 from .record import Row
 
-BEGIN, END = "<!-- figures: begin (scripts/engines) -->", "<!-- figures: end -->"
+BEGIN, END = "<!-- figures: begin (scripts/engines, {}) -->", "<!-- figures: end -->"
+TITLES = {"vllm": "vLLM", "sglang": "SGLang"}
 README_GROUP = "speed-dense16"
 LIBRARIES = {
     "FLASHMLA": "FlashMLA",
@@ -28,10 +30,13 @@ LIBRARIES = {
     "TRITON_MLA": "Triton",
     "FLASH_ATTN": "FlashAttention-3",
     "TRITON_ATTN": "Triton",
+    "flashmla": "FlashMLA",
+    "fa3": "FlashAttention-3",
+    "triton": "Triton",
     "flash_mla": "FlashMLA",
     "rawmla": "rawmla",
 }
-"""Whose kernels run in a backend of vLLM as it is."""
+"""Whose kernels run in a backend of an engine as it is."""
 
 
 def way(row: Row) -> str:
@@ -75,7 +80,7 @@ def served_cells(rows: list[Row], scores: dict[str, Row]) -> Cells:
                 f"{score['not_best'] / score['tokens']:.1%}",
             ]
         alike = f"{row['again'].count(None)} of {len(row['again'])}"
-        pace = f"{sum(map(len, row['ids'])) / row['steps']:.1f}"
+        pace = f"{sum(map(len, row['ids'])) / row['steps']:.1f}" if "steps" in row else "-"
         ways = " and ".join(dict.fromkeys(map(way, its))).replace(" and rawmla,", " and")
         cases = ", ".join(dict.fromkeys(one["case"] for one in its))
         cells.append([row["group"], ways, cases, *agreement(row, reference), *errors, alike, pace])
@@ -199,12 +204,13 @@ def readme_cells(rows: list[Row]) -> Cells:
 
 
 def page(rows: list[Row]) -> str:
-    """All tables that have rows."""
+    """All tables that have rows, of one engine."""
     order = {job.name: number for number, job in enumerate(waves.jobs([*waves.WAVES]))}
     done, scores = record.jobs(rows), record.scores(rows)
     done.sort(key=lambda row: order.get(row["name"], len(order)))
     machines = Counter(", ".join(row["machine"].values()) for row in done if "machine" in row)
-    texts = [f"Machine: vLLM, torch, transformers and GPU {'; '.join(machines)}."] if machines else []
+    engine = TITLES[rows[0].get("engine", "vllm")] if rows else ""
+    texts = [f"Machine: {engine}, torch, transformers and GPU {'; '.join(machines)}."] if machines else []
     tables = {
         "Tokens and log probabilities": served_cells(done, scores),
         "Prompts alone and in a batch": invariance_cells(done),
@@ -228,11 +234,12 @@ def of_speed(rows: list[Row]) -> list[Row]:
     return [row for row in rows if "speed" in row and row["group"] != "kernel"]
 
 
-def put(path: Path, text: str) -> None:
-    """Write text between the markers of a page."""
-    head, rest = path.read_text().split(BEGIN)
-    _, tail = rest.split(END)
-    path.write_text(f"{head}{BEGIN}\n{text}\n{END}{tail}")
+def put(path: Path, engine: str, text: str) -> None:
+    """Write text between the markers of an engine in a page."""
+    begin = BEGIN.format(TITLES[engine])
+    head, rest = path.read_text().split(begin)
+    _, tail = rest.split(END, 1)
+    path.write_text(f"{head}{begin}\n{text}\n{END}{tail}")
 
 
 def main(arguments: list[str]) -> int:
@@ -241,10 +248,14 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--write", action="store_true", help="into docs/engines.md and README.md")
     options = parser.parse_args(arguments)
     rows = record.read(*options.results)
-    if options.write:
-        put(ROOT / "docs" / "engines.md", page(rows))
-        shown = [row for row in of_speed(record.jobs(rows)) if row["group"] == README_GROUP]
-        put(ROOT / "README.md", markdown(readme_cells(shown), code=False))
-    else:
-        print(page(rows))
+    scores = [row for row in rows if "oracle" in row]
+    for engine, its in by((row for row in rows if "oracle" not in row), lambda row: row["engine"]).items():
+        text = page([*its, *scores])
+        if not options.write:
+            print(text)
+            continue
+        put(ROOT / "docs" / "engines.md", engine, text)
+        shown = [row for row in of_speed(record.jobs(its)) if row["group"] == README_GROUP]
+        if shown:
+            put(ROOT / "README.md", engine, markdown(readme_cells(shown), code=False))
     return 0

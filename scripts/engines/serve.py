@@ -12,14 +12,17 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from . import alone, bits, host, traces
+from . import alone, bits, host, sglang_engine, traces
 from .jobs import Job
 from .prompts import prompts, random_tokens
 
 Result = dict[str, Any]
+Chosen = tuple[list[list[int]], list[list[float]]]
+"""Of each text the tokens that followed, and their log probabilities."""
 
 
 def sampling(tokens: int, **more: Any) -> Any:
@@ -29,7 +32,7 @@ def sampling(tokens: int, **more: Any) -> Any:
     return SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False, **more)
 
 
-def generate(llm: Any, texts: list[list[int]], tokens: int) -> tuple[list[list[int]], list[list[float]]]:
+def generate(llm: Any, texts: list[list[int]], tokens: int) -> Chosen:
     """Chosen tokens and their log probabilities."""
     given = [{"prompt_token_ids": text} for text in texts]
     done = llm.generate(given, sampling(tokens, logprobs=0), use_tqdm=False)
@@ -44,8 +47,21 @@ def first_difference(one: list[Any], other: list[Any]) -> int | None:
     return next((place for place, (a, b) in pairs if a != b), None)
 
 
-def task_generate(llm: Any, result: Result, kind: str, tokens: int) -> None:
+def generate_twice(
+    generate: Callable[[list[list[int]], int], Chosen], result: Result, kind: str, tokens: int
+) -> None:
     """All prompts in one batch, twice: with prefix caching the second time finds the first one's pages."""
+    texts = prompts(kind)
+    result["prompts"] = kind
+    begin = time.perf_counter()
+    result["ids"], result["logprobs"] = generate(texts, tokens)
+    result["seconds"] = time.perf_counter() - begin
+    again = generate(texts, tokens)
+    result["again"] = [first_difference(*pair) for pair in zip(again[1], result["logprobs"], strict=True)]
+
+
+def task_generate(llm: Any, result: Result, kind: str, tokens: int) -> None:
+    """All prompts in one batch, twice, and the number of steps of one time."""
     engine, steps = llm.llm_engine, [0]
     step = engine.step
 
@@ -54,13 +70,8 @@ def task_generate(llm: Any, result: Result, kind: str, tokens: int) -> None:
         return step()
 
     engine.step = counted
-    texts = prompts(kind)
-    result["prompts"] = kind
-    begin = time.perf_counter()
-    result["ids"], result["logprobs"] = generate(llm, texts, tokens)
-    result["seconds"], result["steps"] = time.perf_counter() - begin, steps[0]
-    again = generate(llm, texts, tokens)
-    result["again"] = [first_difference(*pair) for pair in zip(again[1], result["logprobs"], strict=True)]
+    generate_twice(partial(generate, llm), result, kind, tokens)
+    result["steps"] = steps[0] // 2
     engine.step = step
 
 
@@ -177,8 +188,16 @@ TASKS: dict[str, Callable[..., None]] = {
 }
 
 
+def serve_sglang(job: Job, models: Path, result: Result) -> None:
+    """Start SGLang and do the task."""
+    begin = time.perf_counter()
+    engine = sglang_engine.start(job, models)
+    result["start_s"] = time.perf_counter() - begin
+    generate_twice(partial(sglang_engine.generate, engine), result, **job.tasks["generate"])
+
+
 def start(job: Job, models: Path, result: Result) -> Any:
-    """The engine of a job."""
+    """vLLM for a job."""
     from vllm import LLM
 
     options = job.engine_options(str(models))
@@ -197,13 +216,13 @@ def loaded_kernels() -> list[str]:
     return loading.loaded_labels() if loading else []
 
 
-def machine() -> dict[str, str]:
+def machine(engine: str) -> dict[str, str]:
     """Versions and device, for the report."""
     from importlib import metadata
 
     import torch
 
-    versions = {name: metadata.version(name) for name in ("vllm", "torch", "transformers")}
+    versions = {name: metadata.version(name) for name in (engine, "torch", "transformers")}
     return {**versions, "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"}
 
 
@@ -218,6 +237,8 @@ def main(arguments: list[str]) -> int:
     try:
         if "kernel" in job.tasks:
             result["kernel"] = alone.measure(**job.tasks["kernel"])
+        elif job.engine == "sglang":
+            serve_sglang(job, options.folder / "models", result)
         else:
             if "speed" in job.tasks and job.round == 0:
                 result["trace_folder"] = str(options.folder / "traces" / job.name)
@@ -226,7 +247,7 @@ def main(arguments: list[str]) -> int:
                 TASKS[name](llm, result, **arguments_of)
             if job.variables.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0":
                 result["kernels"] = loaded_kernels()
-        result["machine"] = machine()
+        result["machine"] = machine(job.engine)
     except Exception as error:  # a result as well: the driver goes on
         traceback.print_exc()
         result["error"] = f"{type(error).__name__}: {error}"[:500]

@@ -12,6 +12,9 @@ DENSE = (("FLASHMLA", "none"), ("FLASHMLA", "patch"), ("FLASHMLA", "backend"))
 SPARSE = tuple(("FLASHMLA_SPARSE", mode) for _, mode in DENSE)
 GQA = (("FLASH_ATTN", "none"), ("FLASH_ATTN", "patch"))
 TRITON_ATTN = ("TRITON_ATTN", "none")
+SGLANG_GQA = (("fa3", "none"), ("fa3", "patch"))
+SGLANG_MLA = (("flashmla", "none"), ("flashmla", "patch"))
+SGLANG_TRITON = ("triton", "none")
 Ways = tuple[tuple[str, str], ...]
 """Backends with rawmla's modes."""
 
@@ -27,20 +30,27 @@ GIB = 1 << 30
 
 
 def served(
-    model: str, ways: Ways, case: str, what: str = "", kind: str = "short", **options: Any
+    model: str,
+    ways: Ways,
+    case: str,
+    what: str = "",
+    kind: str = "short",
+    engine: str = "vllm",
+    **options: Any,
 ) -> Iterator[Job]:
-    """Prompts of one model through each way, in one process with the engine."""
+    """Prompts of one model through each way; vLLM in one process with its tasks."""
     group = "-".join(filter(None, (model, what)))
     for backend, mode in ways:
         yield Job(
-            name=f"{group}-{backend}-{mode}-{case}",
+            name="-".join((*(() if engine == "vllm" else (engine,)), group, backend, mode, case)),
+            engine=engine,
             model=model,
             backend=backend,
             mode=mode,
             case=case,
             tasks={"generate": {"kind": kind, "tokens": 48}},
             options=options,
-            variables=IN_PROCESS,
+            variables=IN_PROCESS if engine == "vllm" else {},
             group=group,
         )
 
@@ -85,6 +95,19 @@ def gqa() -> Iterator[Job]:
         options = {"long_prefill_token_threshold": tokens, "enable_chunked_prefill": True}
         options |= {"kv_cache_dtype": "fp8"}
         yield from served(model, (*GQA, TRITON_ATTN), "graphs", "fp8", **options)
+
+
+def sglang() -> Iterator[Job]:
+    """SGLang over 16-bit caches, grouped-query attention and MLA."""
+    for model in ("llama", "qwen", "gemma", "gpt_oss"):
+        yield from served(model, SGLANG_GQA, "eager", engine="sglang")
+        yield from served(model, SGLANG_GQA, "graphs", engine="sglang")
+        yield from served(model, (SGLANG_TRITON,), "eager", engine="sglang")
+    for model in ("dense16", "dense128"):
+        prefill = {"prefill_attention_backend": "fa3"}
+        for case in ("eager", "graphs"):
+            yield from served(model, SGLANG_MLA, case, engine="sglang", **prefill)
+        yield from served(model, (SGLANG_TRITON,), "eager", engine="sglang")
 
 
 def invariant() -> Iterator[Job]:
@@ -176,6 +199,7 @@ WAVES: dict[str, Callable[[], Iterator[Job]]] = {
     "dsa": dsa,
     "moe": moe,
     "gqa": gqa,
+    "sglang": sglang,
     "invariant": invariant,
     "host": host,
     "kernel": kernel,
