@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import lru_cache, partial
 from math import prod
+from operator import attrgetter
 from typing import Any, Protocol
 
 WITH_BACKWARD = (
@@ -67,8 +68,8 @@ class Framework(Protocol):
     def capture_query(self, device: int) -> Callable[[], bool]:
         """`is_capturing(device)` as a function of no arguments, to be asked only where the answer matters."""
 
-    def kind_check(self, arrays: Sequence[Any]) -> Callable[..., bool] | None:
-        """Return a function that takes as many arrays with addresses, in a fifth of a reader's time.
+    def kind_check(self, arrays: Sequence[Any]) -> Callable[[Sequence[Any]], bool] | None:
+        """Return a function of as many arrays with addresses, which takes a fifth of a reader's time.
 
         Where it returns True, a reader gives the fields that it gives of these, apart from addresses and
         arrays. It may return False of such arrays, too. None: there is no such function.
@@ -136,7 +137,7 @@ class TorchFramework:
         self._guards = getattr(guards, "TensorGuards", None)
         self._current_device = getattr(torch._C, "_cuda_getDevice", None) or torch.cuda.current_device
         self._is_grad_enabled: Callable[[], bool] = torch.is_grad_enabled
-        self._is_nested: Callable[[Any], bool] = torch.Tensor.is_nested.__get__
+        self._is_nested = attrgetter("is_nested")
         # torch.cuda.current_stream builds a Stream object (1 us); a launch needs no more than the raw handle.
         raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
         self.current_stream: Callable[[int], int] = raw_stream or (
@@ -173,7 +174,7 @@ class TorchFramework:
             )
         return ptr, shape, strides, self._name_of_dtype[x.dtype], x.get_device(), self, x
 
-    def kind_check(self, tensors: Sequence[Any]) -> Callable[..., bool] | None:
+    def kind_check(self, tensors: Sequence[Any]) -> Callable[[Sequence[Any]], bool] | None:
         """See `Framework.kind_check`: by such functions torch.compile's programs know their inputs again.
 
         There is none where a tensor requires grad: the function does not see whether grad is enabled.
@@ -189,7 +190,7 @@ class TorchFramework:
             return None
         is_nested = self._is_nested
         # A nested tensor has the class and the address of others, but ends the process in torch's function.
-        return lambda *others: not any(map(is_nested, others)) and check(*others)
+        return lambda others: not any(map(is_nested, others)) and check(*others)
 
     def empty(self, shape: tuple[int, ...], dtype: str, device: int) -> Any:
         torch_dtype = self._dtype_of_name[dtype]

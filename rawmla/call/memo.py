@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 from .frameworks import Fields
 
 Value = TypeVar("Value")
-Check = Callable[..., bool]
+Check = Callable[[Sequence[Any]], bool]
 """Says whether arrays are such as one was made of: see `Framework.kind_check`."""
 
 MAX_ENTRIES = 1024
@@ -51,15 +51,18 @@ class Kind(Generic[Value]):
     anybody reads them, by a function that `check` makes. A kind never changes: threads share it.
     """
 
-    __slots__ = ("_alignments", "_given", "_places", "call", "device", "framework")
+    __slots__ = ("_alignments", "_given", "_spread", "call", "device", "framework")
 
     def __init__(self, views: Sequence[Fields | None], call: Value) -> None:
         """``views`` are of the arrays, two or more, None where there is none; ``call`` is what is kept."""
         self.call = call
         given = [view for view in views if view is not None]
         _, _, _, _, self.device, self.framework, _ = given[0]
-        self._places = [place for place, view in enumerate(views) if view is not None]
-        self._given = itemgetter(*self._places)
+        places = [place for place, view in enumerate(views) if view is not None]
+        self._given = itemgetter(*places)
+        # Of the given arrays' addresses and a 0 after them, for each array the one that is its own.
+        own = {place: number for number, place in enumerate(places)}
+        self._spread = itemgetter(*[own.get(place, len(places)) for place in range(len(views))])
         self._alignments = [view[0] & 15 for view in given]
 
     def check(self, views: Sequence[Fields | None]) -> Check | None:
@@ -72,21 +75,19 @@ class Kind(Generic[Value]):
             return self.framework.kind_check([view[6] for view in given])
         return None
 
-    def addresses(self, arrays: Sequence[Any], is_kind: Check) -> list[int] | None:
+    def addresses(self, arrays: Sequence[Any], is_kind: Check) -> Sequence[int] | None:
         """Return the addresses of arrays, with 0 for None; None if the arrays may be of another kind.
 
         ``arrays`` has None where this kind has none: another array there is not looked at.
         """
         given = self._given(arrays)
-        addresses, pointer = [0] * len(arrays), self.framework.pointer
         try:
-            for x, place, alignment in zip(given, self._places, self._alignments, strict=True):
-                address = addresses[place] = pointer(x)
-                if not address or address & 15 != alignment:  # 0: its memory was freed
-                    return None
+            found = [*map(self.framework.pointer, given)]
         except RuntimeError:  # a sparse tensor has the class of others, but `is_kind` may not survive it
             return None
-        return addresses if is_kind(*given) else None
+        if 0 in found or [address & 15 for address in found] != self._alignments:  # 0: its memory was freed
+            return None
+        return self._spread((*found, 0)) if is_kind(given) else None
 
 
 def clear_all() -> None:

@@ -62,9 +62,10 @@ class PreparedCached:
             self._decode_bytes = ceil_div(decode.scratch_bytes, _ALIGNMENT) * _ALIGNMENT
             self.scratch_bytes += self._decode_bytes
             self._launches.insert(0 if call.seqlen_new else 1, decode.launch)
+        self.launch = self._launches[0] if len(self._launches) == 1 else self._launch_all
+        """Enqueues the kernels; arguments as of `PreparedMhaDecode.launch`."""
 
-    def launch(self, stream: int, addresses: tuple[int, ...], scratch: int, cache_length: int) -> None:
-        """Enqueue the kernels; arguments as of `PreparedMhaDecode.launch`."""
+    def _launch_all(self, stream: int, addresses: tuple[int, ...], scratch: int, cache_length: int) -> None:
         for launch in self._launches:
             launch(stream, addresses, scratch, cache_length)
 

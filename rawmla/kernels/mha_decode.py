@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from struct import Struct
 from typing import NamedTuple
 
 from .. import jit
@@ -291,11 +292,13 @@ class PreparedMhaDecode:
             scale_log2=(call.softcap or call.softmax_scale) * LOG2_E,
             score_scale=call.softmax_scale / call.softcap if call.softcap else 1.0,
         )
-        self._launch = kernel.prepare((ctas, 1, 1), params, PARAMS.changing, pdl=True).launch
+        self._pack = PARAMS.changing.pack
+        packed = Struct(f"{PARAMS.changing.size}s")  # both kernels take the same bytes, which are packed once
+        self._launch = kernel.prepare((ctas, 1, 1), params, packed, pdl=True).launch
         self._combine = None
         if not call.is_whole:
             grid = (ctas, tile.row_groups, 1)
-            self._combine = combine.prepare(grid, params, PARAMS.changing, pdl=True).launch
+            self._combine = combine.prepare(grid, params, packed, pdl=True).launch
 
     def launch(self, stream: int, addresses: tuple[int, ...], scratch: int, cache_length: int) -> None:
         """Enqueue the kernel, and the combine after it.
@@ -305,8 +308,8 @@ class PreparedMhaDecode:
         has it.
         """
         if self._combine is None:
-            self._launch(stream, *addresses, 0, 0, cache_length)
+            self._launch(stream, self._pack(*addresses, 0, 0, cache_length))
             return
-        members = (*addresses, scratch, scratch + self._states_bytes, cache_length)
-        is_current = self._launch(stream, *members)
-        self._combine(stream, *members, context_is_current=is_current)
+        members = self._pack(*addresses, scratch, scratch + self._states_bytes, cache_length)
+        is_current = self._launch(stream, members)
+        self._combine(stream, members, context_is_current=is_current)

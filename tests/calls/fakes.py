@@ -111,7 +111,7 @@ class FakeFramework:
     def fill(self, array: FakeArray, value: float) -> None:
         self.filled.append((array, value))
 
-    def kind_check(self, given: Sequence[FakeArray]) -> Callable[..., bool]:
+    def kind_check(self, given: Sequence[FakeArray]) -> Callable[[Sequence[FakeArray]], bool]:
         def kinds(arrays: Sequence[FakeArray]) -> list[Any]:
             strides = [contiguous(x.shape) if x.strides is None else x.strides for x in arrays]
             return [
@@ -120,7 +120,7 @@ class FakeFramework:
             ]
 
         kept = kinds(given)
-        return lambda *others: kinds(others) == kept
+        return lambda others: kinds(others) == kept
 
     def pointer(self, array: FakeArray) -> int:
         if array.framework not in (None, self):
