@@ -33,6 +33,7 @@ SHORTEST = 25
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 OFFLINE |= {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 PLAIN = {"VLLM_USE_FLASHINFER_SAMPLER": "0", "RAWMLA_LOG": "1", "PYTHONUNBUFFERED": "1"}
+PLAIN |= {"SGLANG_IS_FLASHINFER_AVAILABLE": "false", "SGLANG_ENABLE_JIT_DEEPGEMM": "0"}
 COMPUTED = r"rawmla \[\d+\]: (\S+) is computed by rawmla"
 """What `RAWMLA_LOG` says of a function's first call."""
 

@@ -1,5 +1,5 @@
-"""Small models with random weights, in the shapes of well-known ones, as folders that vLLM and transformers
-load.
+"""Small models with random weights, in the shapes of well-known ones, as folders that engines and
+transformers load.
 
     python scripts/engines models FOLDER [NAME ...]
 """
@@ -29,8 +29,9 @@ def _mla(heads: int, **more: Any) -> dict[str, Any]:
     config |= {"n_routed_experts": 16, "n_shared_experts": 1, "moe_intermediate_size": 512}
     config |= {"num_experts_per_tok": 4, "n_group": 4, "topk_group": 2, "norm_topk_prob": True}
     config |= {"routed_scaling_factor": 1.0, "max_position_embeddings": 16384}
-    # Fields of DeepSeek's own files, which vLLM reads and transformers does not.
+    # Fields of DeepSeek's own files, which engines read and transformers does not.
     config |= {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "num_nextn_predict_layers": 0}
+    config["moe_layer_freq"] = 1
     config["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0}
     return config | more
 
@@ -58,7 +59,8 @@ MODELS = {
         _gqa(8, 4, 256, attn_logit_softcapping=5.0, sliding_window=256, query_pre_attn_scalar=256),
     ),
     "gpt_oss": Model(
-        "gpt_oss", _gqa(64, 8, 64, sliding_window=128, num_local_experts=8, num_experts_per_tok=4)
+        "gpt_oss",
+        _gqa(64, 8, 64, sliding_window=128, num_local_experts=8, num_experts_per_tok=4, swiglu_limit=7.0),
     ),
 }
 

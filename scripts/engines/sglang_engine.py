@@ -23,10 +23,12 @@ def _free_port() -> int:
 
 
 def options(job: Job, models: Path) -> dict[str, Any]:
-    """SGLang's options for a job, with a cache of fixed size: engines side by side share the GPU."""
+    """SGLang's options for a job, with a cache of fixed size: engines side by side share the GPU.
+
+    The backend flashmla would prefill with FlashInfer, so fa3 does.
+    """
     given: dict[str, Any] = {
         "model_path": f"{models}/{job.model}",
-        "attention_backend": job.backend,
         "page_size": 64,
         "skip_tokenizer_init": True,
         "random_seed": 0,
@@ -36,12 +38,21 @@ def options(job: Job, models: Path) -> dict[str, Any]:
         "mem_fraction_static": 0.5,
         "chunked_prefill_size": 8192,
         "disable_radix_cache": True,
+        "disable_prefill_cuda_graph": True,
+        "disable_custom_all_reduce": True,
+        "disable_flashinfer_autotune": True,
+        "moe_runner_backend": "triton",
         "sampling_backend": "pytorch",
         "grammar_backend": "none",
         "port": _free_port(),
         "nccl_port": _free_port(),
+        "watchdog_timeout": 600,
         "log_level": "info",
     }
+    if job.backend == "flashmla":
+        given |= {"prefill_attention_backend": "fa3", "decode_attention_backend": "flashmla"}
+    else:
+        given["attention_backend"] = job.backend
     return given | CASES[job.case] | job.options
 
 

@@ -13,7 +13,7 @@ SPARSE = tuple(("FLASHMLA_SPARSE", mode) for _, mode in DENSE)
 GQA = (("FLASH_ATTN", "none"), ("FLASH_ATTN", "patch"))
 TRITON_ATTN = ("TRITON_ATTN", "none")
 SGLANG_GQA = (("fa3", "none"), ("fa3", "patch"))
-SGLANG_MLA = (("flashmla", "none"), ("flashmla", "patch"))
+SGLANG_MLA = (("flashmla", "none"), ("flashmla", "patch"), ("fa3", "none"))
 SGLANG_TRITON = ("triton", "none")
 Ways = tuple[tuple[str, str], ...]
 """Backends with rawmla's modes."""
@@ -98,15 +98,12 @@ def gqa() -> Iterator[Job]:
 
 
 def sglang() -> Iterator[Job]:
-    """SGLang over 16-bit caches, grouped-query attention and MLA."""
-    for model in ("llama", "qwen", "gemma", "gpt_oss"):
-        yield from served(model, SGLANG_GQA, "eager", engine="sglang")
-        yield from served(model, SGLANG_GQA, "graphs", engine="sglang")
-        yield from served(model, (SGLANG_TRITON,), "eager", engine="sglang")
-    for model in ("dense16", "dense128"):
-        prefill = {"prefill_attention_backend": "fa3"}
-        for case in ("eager", "graphs"):
-            yield from served(model, SGLANG_MLA, case, engine="sglang", **prefill)
+    """SGLang over 16-bit caches: grouped-query attention and MLA."""
+    ways: dict[str, Ways] = {name: SGLANG_GQA for name in ("llama", "qwen", "gpt_oss")}
+    ways |= {"gemma": SGLANG_GQA[1:], "dense16": SGLANG_MLA, "dense128": SGLANG_MLA}
+    for model, its in ways.items():
+        yield from served(model, its, "eager", engine="sglang")
+        yield from served(model, its, "graphs", engine="sglang")
         yield from served(model, (SGLANG_TRITON,), "eager", engine="sglang")
 
 
