@@ -60,7 +60,7 @@ class Kind(Generic[Value]):
         _, _, _, _, self.device, self.framework, _ = given[0]
         places = [place for place, view in enumerate(views) if view is not None]
         self._given = itemgetter(*places)
-        # Of the given arrays' addresses and a 0 after them, for each array the one that is its own.
+        # A 0 follows the addresses of the given arrays: this takes it for every array that is not given.
         own = {place: number for number, place in enumerate(places)}
         self._spread = itemgetter(*[own.get(place, len(places)) for place in range(len(views))])
         self._alignments = [view[0] & 15 for view in given]

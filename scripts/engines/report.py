@@ -2,8 +2,7 @@
 
     python scripts/engines report RESULTS.jsonl [--write]
 
-`--write` puts those of each engine between its markers of docs/engines.md, and the table of tokens per second
-into README.md.
+`--write` replaces the tables of each engine in docs/engines.md, and tokens per second in README.md.
 """
 
 from __future__ import annotations
