@@ -35,7 +35,7 @@ def options(job: Job, models: Path) -> dict[str, Any]:
         "context_length": 4608,
         "max_running_requests": 32,
         "max_total_tokens": 65536,
-        "mem_fraction_static": 0.5,
+        "mem_fraction_static": 0.9,
         "chunked_prefill_size": 8192,
         "disable_radix_cache": True,
         "disable_prefill_cuda_graph": True,
