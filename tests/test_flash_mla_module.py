@@ -27,6 +27,7 @@ import rawmla
 from rawmla import compat
 from rawmla.compat import flash_mla, sgl_kernel, usage
 from rawmla.compat.flash_mla import flash_mla_interface
+from rawmla.compat.flash_mla.tables import whole_rows
 
 ROOT = Path(__file__).resolve().parents[1]
 OVERHEAD_US = 2.0
@@ -395,3 +396,45 @@ def test_overhead(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     overhead = (ours - alone) / 2000 * 1e6
     assert overhead < OVERHEAD_US, f"{overhead:.2f} us"
+
+
+class TestWidthOfTables:
+    """FlashMLA knows how far rows of a table are apart, and no width; SGLang's captured graphs rely on it."""
+
+    def test_columns(self) -> None:
+        torch = pytest.importorskip("torch")
+        table = torch.arange(64 * 73, dtype=torch.int32).view(64, 73)
+        views = {
+            "first columns": (table[:5, :1], table[:5]),
+            "last row": (table[63:, :2], table[63:]),
+            "one request": (table[:1, :1], table[:1]),
+            "last columns": (table[:2, 70:], table.as_strided((2, 73), (73, 1), 70)),
+            "as far as the memory goes": (table[62:, 70:], table[62:, 70:]),
+            "other rows": (table[1::2, :3], table[1:].as_strided((32, 73), (146, 1))),
+        }
+        for name, (view, whole) in views.items():
+            assert torch.equal(whole_rows(view), whole), name
+            assert whole_rows(view).data_ptr() == view.data_ptr(), name
+        for given in (table, table[:, ::2], table.T, table[0], table[:0, :3], table.numpy()[:, :3], None, 3):
+            assert whole_rows(given) is given
+
+    def test_longer_requests_than_a_view_has_columns_for(self, emulator: Any) -> None:
+        torch = pytest.importorskip("torch")
+        random = torch.Generator().manual_seed(3)
+        q = torch.randn((2, 1, 16, 576), generator=random).bfloat16()
+        k_cache = torch.randn((5, 64, 1, 576), generator=random).mul(0.1).bfloat16()
+        table = torch.tensor([[4, 1, 3], [2, 0, -1]], dtype=torch.int32)
+        lengths = torch.tensor([130, 70], dtype=torch.int32)
+        want = rawmla.flash_mla_with_kvcache(q, k_cache, table, lengths, 512, rawmla.FlashMLASchedMeta())
+        view = table[:, :1]
+        rows, splits = sgl_kernel.get_mla_metadata(lengths, 16, 1)
+        tiles = {"tile_scheduler_metadata": rows, "num_splits": splits}
+        operator = flash_mla.cuda.dense_decode_fwd(
+            q, k_cache, 512, lengths, view, 576**-0.5, False, None, None
+        )
+        for got in (
+            flash_mla_interface.flash_mla_with_kvcache(q, k_cache, view, lengths, 512, None),
+            sgl_kernel.flash_mla_with_kvcache(q, k_cache, view, lengths, 512, **tiles),
+            operator[:2],
+        ):
+            assert all(map(torch.equal, got, want))

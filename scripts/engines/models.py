@@ -56,7 +56,9 @@ MODELS = {
     "gemma": Model(
         "gemma2",
         # A softcap below the scores' range and a window below the prompts' lengths, or neither would show.
-        _gqa(8, 4, 256, attn_logit_softcapping=5.0, sliding_window=256, query_pre_attn_scalar=256),
+        # SGLang reads hidden_act, which Gemma's own files have.
+        _gqa(8, 4, 256, attn_logit_softcapping=5.0, sliding_window=256, query_pre_attn_scalar=256)
+        | {"hidden_act": "gelu_pytorch_tanh"},
     ),
     "gpt_oss": Model(
         "gpt_oss",

@@ -24,6 +24,13 @@ VARIATIONS: dict[str, dict[str, Any]] = {
     "caching": {"enable_prefix_caching": True},
     "speculating": {"speculative_config": NGRAMS},
 }
+CHAINS = {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 4}
+CHAINS |= {"speculative_ngram_max_bfs_breadth": 1, "speculative_attention_mode": "decode"}
+SGLANG_VARIATIONS: dict[str, dict[str, Any]] = {
+    "chunked": {"chunked_prefill_size": 256},
+    "caching": {"disable_radix_cache": False},
+    "speculating": CHAINS,
+}
 IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 INVARIANT = {"VLLM_BATCH_INVARIANT": "1", **IN_PROCESS}
 GIB = 1 << 30
@@ -98,13 +105,20 @@ def gqa() -> Iterator[Job]:
 
 
 def sglang() -> Iterator[Job]:
-    """SGLang over 16-bit caches: grouped-query attention and MLA."""
+    """SGLang: grouped-query attention and MLA."""
     ways: dict[str, Ways] = {name: SGLANG_GQA for name in ("llama", "qwen", "gpt_oss")}
     ways |= {"gemma": SGLANG_GQA[1:], "dense16": SGLANG_MLA, "dense128": SGLANG_MLA}
     for model, its in ways.items():
         yield from served(model, its, "eager", engine="sglang")
         yield from served(model, its, "graphs", engine="sglang")
         yield from served(model, (SGLANG_TRITON,), "eager", engine="sglang")
+    for (model, its), (what, options) in product(
+        (("llama", SGLANG_GQA), ("dense16", SGLANG_MLA[:2])), SGLANG_VARIATIONS.items()
+    ):
+        yield from served(model, its, "graphs", what, engine="sglang", **options)
+    # So few tokens of a prompt at a time that rawmla's decoding, which reads FP8 caches, attends them.
+    options = {"kv_cache_dtype": "fp8_e4m3", "page_size": 16, "chunked_prefill_size": 16}
+    yield from served("llama", (SGLANG_GQA[1], SGLANG_TRITON), "graphs", "fp8", engine="sglang", **options)
 
 
 def invariant() -> Iterator[Job]:

@@ -30,6 +30,7 @@ from kit.generators import GARBAGE_PAGE
 from kit.sparse import INT_MAX, INT_MIN, block_fields, row_format
 from rawmla import quantize_k_cache, reference
 from rawmla.compat.flash_mla import flash_mla_interface
+from rawmla.compat.flash_mla.tables import whole_rows
 from rawmla.kernels.mla_sparse import FEW_HEADS
 
 CONTRACTS = Path(__file__).resolve().parents[1] / "contracts"
@@ -123,8 +124,15 @@ class Call:
     # ---- values
 
     def fill(self, seed: int) -> None:
-        """New values everywhere, at the same addresses; what no request names in a cache is NaN."""
+        """New values everywhere, at the same addresses; what no request names in a cache is NaN.
+
+        After the first values, requests may have as many pages as the rows have room for of which the table
+        is a view: engines capture a graph with a few columns, and replay it with longer requests.
+        """
         self.random.manual_seed(seed)
+        self.table = self.arguments.get("block_table")
+        if seed and self.table is not None:
+            self.table = whole_rows(self.table)
         for part in self.q_parts:
             part.copy_(self._normal(part.shape).clamp_(-1, 1))
         if self.arguments.get("attn_sink") is not None:
@@ -167,7 +175,7 @@ class Call:
     def _fill_dense(self) -> None:
         import torch
 
-        table, lengths = self.arguments["block_table"], self.arguments["cache_seqlens"]
+        table, lengths = self.table, self.arguments["cache_seqlens"]
         num_blocks, page = self.cache.shape[:2]
         self.cache.fill_(float("nan"))
         table.copy_(self._integers(0, num_blocks, table.shape))
@@ -257,7 +265,7 @@ class Call:
         a = {**self.arguments, "q": torch.cat(self.q_parts, dim=-1)}
         if not self.is_sparse:
             return torch_reference.flash_mla_with_kvcache(
-                a["q"], self.cache, a["block_table"], a["cache_seqlens"], a["softmax_scale"], a["causal"]
+                a["q"], self.cache, self.table, a["cache_seqlens"], a["softmax_scale"], a["causal"]
             )
         paged = self.cache if self.cache.ndim == 4 else self.cache[:, None]
         layout, form = layout_of(paged)

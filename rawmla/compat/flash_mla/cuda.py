@@ -14,6 +14,7 @@ from ...api import decode, plan, sparse_prefill
 from ...mla.plan import FlashMLASchedMeta
 from ..usage import Usage
 from .refusals import MEGA_ATTENTION, check_kv_format, refuse_other_records, refused
+from .tables import whole_rows
 
 __all__ = [
     "dense_decode_fwd",
@@ -49,8 +50,9 @@ def dense_decode_fwd(
     """Dense decoding; returns (out, lse, tile_scheduler_metadata, num_splits)."""
     made = FlashMLASchedMeta(tile_scheduler_metadata=tile_scheduler_metadata, num_splits=num_splits)
     out, lse = decode.flash_mla_with_kvcache(
-        q, kcache, block_table, seqlens_k, head_size_v, made, None, softmax_scale, is_causal, out=out_
-    )
+        q, kcache, whole_rows(block_table), seqlens_k, head_size_v, made, None, softmax_scale, is_causal,
+        out=out_,
+    )  # fmt: skip
     _dense_usage.note(_FORM, q, kcache)
     return out, lse, made.tile_scheduler_metadata, made.num_splits
 

@@ -21,6 +21,7 @@ from ...mla.plan import FlashMLASchedMeta
 from ..usage import Usage
 from . import cuda as flash_mla_cuda  # FlashMLA's name of it
 from .refusals import check_kv_format, refuse_descales, refuse_fp8_q, refuse_other_records
+from .tables import whole_rows
 
 __all__ = [
     "FlashMLASchedMeta",
@@ -167,6 +168,9 @@ def flash_mla_with_kvcache(
 
     Parameters
     ----------
+    block_table : array
+        A request may be longer than the table's columns: a torch tensor that is a view of wider rows counts
+        with the whole rows, because FlashMLA knows the distance of rows alone. Not inside torch.compile.
     tile_scheduler_metadata : FlashMLASchedMeta, or array, or None
         A plan object, also one of another library with the same fields. An array with `num_splits` needs
         `api="tensors"`, because its rows have another order than an object's. None is a plan of this
@@ -211,7 +215,7 @@ def flash_mla_with_kvcache(
         if not _takes_tensors:
             _refuse_tensors(tile_scheduler_metadata)
     arguments = (
-        q, k_cache, block_table, cache_seqlens, head_dim_v, tile_scheduler_metadata, num_splits,
+        q, k_cache, whole_rows(block_table), cache_seqlens, head_dim_v, tile_scheduler_metadata, num_splits,
         softmax_scale, causal, is_fp8_kvcache, indices, attn_sink, extra_k_cache, extra_indices_in_kvcache,
         topk_length, extra_topk_length, out, enable_batch_invariant,
     )  # fmt: skip
