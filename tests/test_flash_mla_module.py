@@ -415,8 +415,11 @@ class TestWidthOfTables:
         for name, (view, whole) in views.items():
             assert torch.equal(whole_rows(view), whole), name
             assert whole_rows(view).data_ptr() == view.data_ptr(), name
-        for given in (table, table[:, ::2], table.T, table[0], table[:0, :3], table.numpy()[:, :3], None, 3):
+        without_memory = torch.empty((4, 0), dtype=torch.int32)
+        for given in (table, table[:, ::2], table.T, table[0], table[:0, :3], without_memory):
             assert whole_rows(given) is given
+        for other in (table.numpy()[:, :3], None, 3):
+            assert whole_rows(other) is other
 
     def test_longer_requests_than_a_view_has_columns_for(self, emulator: Any) -> None:
         torch = pytest.importorskip("torch")

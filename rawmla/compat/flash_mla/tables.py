@@ -23,4 +23,6 @@ def whole_rows(block_table: Any) -> Any:
         return block_table
     elements = block_table.untyped_storage().nbytes() // block_table.element_size()
     in_last_row = elements - block_table.storage_offset() - (rows - 1) * step
+    if in_last_row <= columns:
+        return block_table
     return block_table.as_strided((rows, min(step, in_last_row)), (step, 1))
