@@ -30,6 +30,7 @@ LIBRARIES = {
     "FLASH_ATTN": "FlashAttention-3",
     "TRITON_ATTN": "Triton",
     "flashmla": "FlashMLA",
+    "dsa": "FlashMLA",
     "fa3": "FlashAttention-3",
     "triton": "Triton",
     "flash_mla": "FlashMLA",

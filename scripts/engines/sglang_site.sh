@@ -14,7 +14,7 @@
 # What is left out:
 #   - of FlashAttention 3, all but bfloat16 with heads of 64, 128, 256, 192/128, 64/256 and 64/512, without
 #     softcap; of the other libraries, the code for other architectures;
-#   - servers in Rust, diffusion models, tests, FlashInfer, DeepGEMM and CuTe DSL;
+#   - servers in Rust, diffusion models, tests, FlashInfer and CuTe DSL;
 #   - packages that such runs import and do not call: see stubs below.
 # So set sampling_backend="pytorch" and grammar_backend="none"; and because the backend flashmla uses
 # FlashInfer to prefill, ask for prefill_attention_backend="fa3", decode_attention_backend="flashmla".
@@ -30,7 +30,7 @@ folder=$(cd "$1" && pwd)
 site=$folder/site
 
 packages=(
-    sglang==0.5.17 sglang-kernel==0.4.5 apache-tvm-ffi==0.1.11
+    sglang==0.5.17 sglang-kernel==0.4.5 apache-tvm-ffi==0.1.11 sgl-deep-gemm==0.1.5.post1
     annotated-doc==0.0.7 annotated-types==0.8.0 compressed-tensors==0.20.1 dill==0.4.1 fastapi==0.136.3
     gguf==0.19.0 interegular==0.3.3 loguru==0.7.3 msgspec==0.23.0 orjson==3.13.0
     partial-json-parser==0.2.1.1.post7 pybase64==1.5.1 pydantic==2.14.4 pydantic-core==2.50.5

@@ -14,6 +14,7 @@ GQA = (("FLASH_ATTN", "none"), ("FLASH_ATTN", "patch"))
 TRITON_ATTN = ("TRITON_ATTN", "none")
 SGLANG_GQA = (("fa3", "none"), ("fa3", "patch"))
 SGLANG_MLA = (("flashmla", "none"), ("flashmla", "patch"), ("fa3", "none"))
+SGLANG_DSA = (("dsa", "none"), ("dsa", "patch"))
 SGLANG_TRITON = ("triton", "none")
 Ways = tuple[tuple[str, str], ...]
 """Backends with rawmla's modes."""
@@ -105,7 +106,7 @@ def gqa() -> Iterator[Job]:
 
 
 def sglang() -> Iterator[Job]:
-    """SGLang: grouped-query attention and MLA."""
+    """SGLang: grouped-query attention, MLA and sparse MLA."""
     ways: dict[str, Ways] = {name: SGLANG_GQA for name in ("llama", "qwen", "gpt_oss")}
     ways |= {"gemma": SGLANG_GQA[1:], "dense16": SGLANG_MLA, "dense128": SGLANG_MLA}
     for model, its in ways.items():
@@ -116,6 +117,15 @@ def sglang() -> Iterator[Job]:
         (("llama", SGLANG_GQA), ("dense16", SGLANG_MLA[:2])), SGLANG_VARIATIONS.items()
     ):
         yield from served(model, its, "graphs", what, engine="sglang", **options)
+    for model, dtype, decode in (
+        ("dsa16", "fp8_e4m3", "flashmla_kv"),
+        ("dsa64", "fp8_e4m3", "flashmla_kv"),
+        ("dsa64", "bfloat16", "flashmla_sparse"),
+    ):
+        options = {"kv_cache_dtype": dtype, "dsa_decode_backend": decode}
+        options |= {"dsa_prefill_backend": "flashmla_sparse"}
+        for case in ("eager", "graphs"):
+            yield from served(model, SGLANG_DSA, case, dtype, "long", engine="sglang", **options)
     # So few tokens of a prompt at a time that rawmla's decoding, which reads FP8 caches, attends them.
     options = {"kv_cache_dtype": "fp8_e4m3", "page_size": 16, "chunked_prefill_size": 16}
     yield from served("llama", (SGLANG_GQA[1], SGLANG_TRITON), "graphs", "fp8", engine="sglang", **options)
