@@ -46,6 +46,14 @@ __device__ __forceinline__ void store(const Params& params, i64 element, int col
     }
 }
 
+// Whether a request has the token, for a whole warp. Positions may decrease, as zeros do that fill an array up.
+__device__ __forceinline__ bool is_of_a_request(const Params& params, int token) {
+    bool found = false;
+    for (int request = threadIdx.x % 32; request < params.b; request += 32)
+        found |= params.cu_seqlens_q[request] <= token && token < params.cu_seqlens_q[request + 1];
+    return __any_sync(0xffffffff, found);
+}
+
 extern "C" __global__ void __launch_bounds__(kThreads) mha_combine(const __grid_constant__ Params params) {
     griddepcontrol_wait();
     griddepcontrol_launch_dependents();
@@ -57,10 +65,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) mha_combine(const __grid_
     const int head = static_cast<int>(of_token % params.heads);
     const i64 element = of_token / params.heads * params.out_stride_b + token * params.out_stride_s +
                         head * params.out_stride_h;
-    if (params.cu_seqlens_q != nullptr &&
-        (token < params.cu_seqlens_q[0] || token >= params.cu_seqlens_q[params.b])) {
-        return;  // of no request
-    }
+    if (params.cu_seqlens_q != nullptr && !is_of_a_request(params, token)) return;
 
     float top = -kInfinity;
     for (int split = 0; split < params.splits; ++split)
