@@ -27,7 +27,7 @@ import rawmla
 from rawmla import compat
 from rawmla.compat import flash_mla, sgl_kernel, usage
 from rawmla.compat.flash_mla import flash_mla_interface
-from rawmla.compat.flash_mla.tables import whole_rows
+from rawmla.compat.tables import whole_rows
 
 ROOT = Path(__file__).resolve().parents[1]
 OVERHEAD_US = 2.0
@@ -441,3 +441,17 @@ class TestWidthOfTables:
             operator[:2],
         ):
             assert all(map(torch.equal, got, want))
+
+    def test_in_torch_compile(self) -> None:
+        """Such a view breaks the graph, so that no column is left out silently."""
+        torch = pytest.importorskip("torch")
+
+        def width(table: Any) -> Any:
+            return whole_rows(table) + 0
+
+        table = torch.arange(6, dtype=torch.int32).view(2, 3)
+        assert torch.equal(torch.compile(width, backend="eager")(table[:, :1]), table)
+        whole = torch.compile(width, backend="eager", fullgraph=True)
+        assert torch.equal(whole(table), table)
+        with pytest.raises(torch._dynamo.exc.Unsupported):
+            whole(table[:, :2])

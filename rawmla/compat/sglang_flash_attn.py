@@ -13,6 +13,7 @@ import rawmla
 from ..mha.arguments import NO_WINDOW
 from .engine_calls import FP8, pass_on, reason_of_cache, window_of
 from .flash_attn.arguments import as_bound, contiguous
+from .tables import whole_rows
 from .usage import Usage
 
 _log = logging.getLogger(__name__)
@@ -88,10 +89,10 @@ def flash_attn_with_kvcache(
     if cache_dtype is not FP8:
         q_descale = k_descale = v_descale = None
     out, lse = rawmla.flash_attn_with_kvcache(
-        q, k_cache, v_cache, cache_seqlens=cache_seqlens, block_table=page_table, cu_seqlens_q=cu_seqlens_q,
-        max_seqlen_q=max_seqlen_q, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
-        softmax_scale=softmax_scale, causal=causal, window_size=window_of(window_size), softcap=softcap,
-        attn_sink=sinks, num_splits=num_splits, out=out,
+        q, k_cache, v_cache, cache_seqlens=cache_seqlens, block_table=whole_rows(page_table),
+        cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, q_descale=q_descale, k_descale=k_descale,
+        v_descale=v_descale, softmax_scale=softmax_scale, causal=causal, window_size=window_of(window_size),
+        softcap=softcap, attn_sink=sinks, num_splits=num_splits, out=out,
     )  # fmt: skip
     _usage.note("SGLang", q, k_cache)
     if fresh:

@@ -44,6 +44,7 @@ def served(
     what: str = "",
     kind: str = "short",
     engine: str = "vllm",
+    seconds: int = Job.seconds,
     **options: Any,
 ) -> Iterator[Job]:
     """Prompts of one model through each way; vLLM in one process with its tasks."""
@@ -60,6 +61,7 @@ def served(
             options=options,
             variables=IN_PROCESS if engine == "vllm" else {},
             group=group,
+            seconds=seconds,
         )
 
 
@@ -79,7 +81,7 @@ def dsa() -> Iterator[Job]:
     for model, dtype in (("dsa16", "fp8_ds_mla"), ("dsa64", "fp8_ds_mla"), ("dsa64", "auto")):
         for case in ("eager", "graphs"):
             yield from served(model, SPARSE, case, dtype, "long", kv_cache_dtype=dtype)
-    fp8 = {"kv_cache_dtype": "fp8_ds_mla"}
+    fp8: dict[str, Any] = {"kv_cache_dtype": "fp8_ds_mla"}
     for what, options in VARIATIONS.items():
         yield from served("dsa16", SPARSE, "graphs", f"fp8_ds_mla-{what}", "long", **fp8, **options)
 
@@ -125,7 +127,8 @@ def sglang() -> Iterator[Job]:
         options = {"kv_cache_dtype": dtype, "dsa_decode_backend": decode}
         options |= {"dsa_prefill_backend": "flashmla_sparse"}
         for case in ("eager", "graphs"):
-            yield from served(model, SGLANG_DSA, case, dtype, "long", engine="sglang", **options)
+            # The first jobs wait for about ten modules to be compiled.
+            yield from served(model, SGLANG_DSA, case, dtype, "long", "sglang", seconds=480, **options)
     # So few tokens of a prompt at a time that rawmla's decoding, which reads FP8 caches, attends them.
     options = {"kv_cache_dtype": "fp8_e4m3", "page_size": 16, "chunked_prefill_size": 16}
     yield from served("llama", (SGLANG_GQA[1], SGLANG_TRITON), "graphs", "fp8", engine="sglang", **options)

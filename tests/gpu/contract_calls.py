@@ -30,7 +30,7 @@ from kit.generators import GARBAGE_PAGE
 from kit.sparse import INT_MAX, INT_MIN, block_fields, row_format
 from rawmla import quantize_k_cache, reference
 from rawmla.compat.flash_mla import flash_mla_interface
-from rawmla.compat.flash_mla.tables import whole_rows
+from rawmla.compat.tables import whole_rows
 from rawmla.kernels.mla_sparse import FEW_HEADS
 
 CONTRACTS = Path(__file__).resolve().parents[1] / "contracts"

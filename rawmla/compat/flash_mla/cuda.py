@@ -12,9 +12,9 @@ from typing import Any
 
 from ...api import decode, plan, sparse_prefill
 from ...mla.plan import FlashMLASchedMeta
+from ..tables import whole_rows
 from ..usage import Usage
 from .refusals import MEGA_ATTENTION, check_kv_format, refuse_other_records, refused
-from .tables import whole_rows
 
 __all__ = [
     "dense_decode_fwd",

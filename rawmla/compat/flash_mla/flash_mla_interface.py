@@ -18,10 +18,10 @@ from typing import Any
 from ...api import decode, dense, plan, sparse_prefill
 from ...call.checks import as_bool
 from ...mla.plan import FlashMLASchedMeta
+from ..tables import whole_rows
 from ..usage import Usage
 from . import cuda as flash_mla_cuda  # FlashMLA's name of it
 from .refusals import check_kv_format, refuse_descales, refuse_fp8_q, refuse_other_records
-from .tables import whole_rows
 
 __all__ = [
     "FlashMLASchedMeta",
@@ -170,7 +170,8 @@ def flash_mla_with_kvcache(
     ----------
     block_table : array
         A request may be longer than the table's columns: a torch tensor that is a view of wider rows counts
-        with the whole rows, because FlashMLA knows the distance of rows alone. Not inside torch.compile.
+        with the whole rows, because FlashMLA knows the distance of rows alone. torch.compile breaks its graph
+        there.
     tile_scheduler_metadata : FlashMLASchedMeta, or array, or None
         A plan object, also one of another library with the same fields. An array with `num_splits` needs
         `api="tensors"`, because its rows have another order than an object's. None is a plan of this
