@@ -46,7 +46,7 @@ __device__ __forceinline__ void store(const Params& params, i64 element, int col
     }
 }
 
-// Whether a request has the token, for a whole warp. Positions may decrease, as zeros do that fill an array up.
+// Whether a request has the token, for a whole warp. Positions may decrease: zeros may fill their array up.
 __device__ __forceinline__ bool is_of_a_request(const Params& params, int token) {
     bool found = false;
     for (int request = threadIdx.x % 32; request < params.b; request += 32)
