@@ -6,7 +6,8 @@
 # Needs python3 with pip, GNU tar, xz and fallocate, two minutes on two cores and 2 GB of disk.
 #
 # It is for Python 3.12 on x86-64 Linux with torch 2.11 for CUDA 13, transformers 5.17 and one H200, and
-# for models of text in bfloat16, without quantization, on one GPU. On that machine:
+# for models of text in bfloat16, without quantization, on one GPU. That machine needs nvcc, ninja and c++ on
+# its PATH, because SGLang and DeepGEMM compile some kernels at their first call. There:
 #
 #   mkdir site && tar -xJf site-sglang.tar.xz -C site
 #   export PYTHONPATH=$PWD/site SGLANG_IS_FLASHINFER_AVAILABLE=false SGLANG_ENABLE_JIT_DEEPGEMM=0

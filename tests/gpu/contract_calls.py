@@ -30,7 +30,6 @@ from kit.generators import GARBAGE_PAGE
 from kit.sparse import INT_MAX, INT_MIN, block_fields, row_format
 from rawmla import quantize_k_cache, reference
 from rawmla.compat.flash_mla import flash_mla_interface
-from rawmla.compat.tables import whole_rows
 from rawmla.kernels.mla_sparse import FEW_HEADS
 
 CONTRACTS = Path(__file__).resolve().parents[1] / "contracts"
@@ -131,8 +130,10 @@ class Call:
         """
         self.random.manual_seed(seed)
         self.table = self.arguments.get("block_table")
-        if seed and self.table is not None:
-            self.table = whole_rows(self.table)
+        if seed and self.table is not None and self.table.stride(0) > self.table.shape[1] > 0:
+            entries = self.parents["block_table"].view(self.table.dtype)
+            assert self.table.storage_offset() == 0
+            self.table = entries.view(-1, self.table.stride(0))[: len(self.table)]
         for part in self.q_parts:
             part.copy_(self._normal(part.shape).clamp_(-1, 1))
         if self.arguments.get("attn_sink") is not None:
