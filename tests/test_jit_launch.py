@@ -55,6 +55,7 @@ class FakeLibrary:
         self.maps: list[tuple[Any, ...]] = []
         self.cleared: list[tuple[Any, ...]] = []
         self.result = 0
+        self.results: list[int] = []  # of the next launches, in place of `result`
         self.capability = (9, 0)
         self.asked_context = 0
         self.capturing: dict[int, int] = {}  # stream -> its CUstreamCaptureStatus, if not 0
@@ -108,7 +109,7 @@ class FakeLibrary:
         launch |= {"function": function, "extra": extra, "context": self._stack()[-1]}
         launch |= {"params": ctypes.string_at(first_param, PARAM_BYTES), "aligned": first_param % 128 == 0}
         self.launches.append(launch)
-        return self.result
+        return self.results.pop(0) if self.results else self.result
 
     def _is_capturing(self, stream: int, out: Any) -> int:
         if self._stack()[-1] is None:
@@ -245,6 +246,32 @@ def test_prepared_launch(library: FakeLibrary) -> None:
     asked = library.asked_context
     assert prepared.launch(0, 1, 2, context_is_current=True) is True
     assert library.asked_context == asked and len(library.launches) == 5
+
+
+@pytest.mark.parametrize("current", [None, CONTEXT_A])
+def test_a_kernel_after_another(library: FakeLibrary, current: int | None) -> None:
+    """It has the same parameters and stream. It is not enqueued after a failure, and says its own."""
+    library.set_current(current)
+    kernel, after = make_kernel(library), make_kernel(library, KernelSpec("after", (), 64, 16))
+    prepared = kernel.prepare((4, 5, 6), PARAMS, CHANGING, pdl=True, then=(after, (7, 8, 9)))
+    for stream in (7, 7, 0x99):
+        prepared.launch(stream, stream, 3)
+        params = CHANGING.pack(stream, 3) + PARAMS[CHANGING.size :]
+        kernel.launch((4, 5, 6), params, stream, pdl=True)
+        after.launch((7, 8, 9), params, stream, pdl=True)
+        first, second, *others = library.launches
+        assert [first, second] == others and second["grid"] == (7, 8, 9)
+        library.launches.clear()
+    prepared.launch(launch.NO_LAUNCH, 1, 2)
+    assert not library.launches
+    library.result = 701
+    with pytest.raises(LaunchError, match="tiny"):
+        prepared.launch(7, 1, 2)
+    assert len(library.launches) == 1
+    library.results = [0, 701]
+    with pytest.raises(LaunchError, match=r"after.*(?s:.)*\(7, 8, 9\)"):
+        prepared.launch(7, 1, 2)
+    assert library._stack() == [current]
 
 
 def test_the_stream_that_takes_no_launches(library: FakeLibrary) -> None:

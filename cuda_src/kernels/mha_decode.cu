@@ -33,7 +33,6 @@
 //                                    O of warpgroup 1 is there; it was read    add it; load Q
 #include "common/math.cuh"
 #include "common/types.cuh"
-#include "layout/rescale.cuh"
 #include "layout/swizzled_tile.cuh"
 #include "layout/transposed.cuh"
 #include "mha/decode_fp8.cuh"
@@ -335,7 +334,7 @@ class Math {
         }
     }
 
-    // A row's reference follows its largest score only when that exceeds it by much (layout/rescale.cuh).
+    // A row's reference is its largest score so far: its largest probability is 1, which 16 bits hold.
     __device__ __forceinline__ void follow_maxima(const Scores& s, Output& o) {
         float top[kThreadRows];
         bool outgrown = false;
@@ -346,7 +345,7 @@ class Math {
 #pragma unroll
             for (int tile = 0; tile < kOwnTiles; ++tile)
                 top[i] = fmaxf(top[i], fmaxf(s[tile][j], s[tile][j + 2]));
-            outgrown |= top[i] > m[i] + kLazyLog2;
+            outgrown |= top[i] > m[i];
         }
         if (!named_barrier_any(NB_VOTE + wg, 128, outgrown)) return;
 #pragma unroll
@@ -357,9 +356,8 @@ class Math {
         named_barrier_sync(NB_MATH + wg, 128);
 #pragma unroll
         for (int i = 0; i < kThreadRows; ++i) {
-            const float largest = max_of_warps(smem.of_warps[wg], query_of(i));
-            // Each row follows by itself. O is still zero while the reference is -inf.
-            const float next = largest > m[i] + kLazyLog2 ? largest : m[i];
+            const float next = fmaxf(m[i], max_of_warps(smem.of_warps[wg], query_of(i)));
+            // O is still zero while the reference is -inf.
             const float shrink = next == m[i] || m[i] == -kInfinity ? 1.0f : exp2_approx(m[i] - next);
             m[i] = next;
             l[i] *= shrink;

@@ -24,7 +24,6 @@
 //                            P of the block before and O staged read       P, Q and the staged O
 #include "common/math.cuh"
 #include "common/types.cuh"
-#include "layout/rescale.cuh"
 #include "layout/transposed.cuh"
 #include "mla/chunks.cuh"
 #include "mla/dense.cuh"
@@ -249,7 +248,7 @@ __device__ __forceinline__ void math_warpgroup(const Params& params, SharedMemor
 #pragma unroll
             for (int i = 0; i < kThreadRows; ++i) {
                 const int j = accumulator_of(i);
-                outgrown |= fmaxf(s[j], s[j + 2]) > m[i] + kLazyLog2;
+                outgrown |= fmaxf(s[j], s[j + 2]) > m[i];
             }
             if (named_barrier_any(NB_VOTE, 128, outgrown)) {
 #pragma unroll
@@ -262,9 +261,9 @@ __device__ __forceinline__ void math_warpgroup(const Params& params, SharedMemor
 #pragma unroll
                 for (int i = 0; i < kThreadRows; ++i) {
                     const int row = query_of(i), j = accumulator_of(i);
-                    const float top = max_of_warps(smem.warp_max, row);
-                    // Each row follows by itself. O is still zero while m_ref is -inf.
-                    const float m_new = top > m[i] + kLazyLog2 ? top : m[i];
+                    // A row's reference is its largest score so far: its largest probability is 1, which
+                    // 16 bits hold. O is still zero while it is -inf.
+                    const float m_new = fmaxf(m[i], max_of_warps(smem.warp_max, row));
                     const float shrink =
                         m_new == m[i] || m[i] == -kInfinity ? 1.0f : exp2_approx(m[i] - m_new);
                     m[i] = m_new;

@@ -64,6 +64,7 @@ class _Buffers:
         "status",
         "status_ref",
         "stream",
+        "then",
     )
 
     def __init__(self, param_bytes: int, cluster: tuple[int, int, int] | None, pdl: bool) -> None:
@@ -87,6 +88,8 @@ class _Buffers:
         self.argument = ctypes.byref(pointers)
         self.fill: Callable[..., None]  # packs the first members of `params`; set by `PreparedLaunch`
         self.stream = 0  # that `config` holds, if only `PreparedLaunch` uses these buffers
+        # The launch after this one, with the same `argument`.
+        self.then: tuple[PreparedLaunch, _Buffers] | None = None
         self.context = ctypes.c_void_p()
         self.context_ref = ctypes.byref(self.context)
         self.asked = 0, ctypes.c_void_p()  # the stream that was asked last whether it is captured
@@ -184,12 +187,15 @@ class Kernel:
         *,
         cluster: tuple[int, int, int] | None = None,
         pdl: bool = False,
+        then: tuple[Kernel, tuple[int, int, int]] | None = None,
     ) -> PreparedLaunch:
         """Launches that differ only in the stream and in the first members of the parameter struct.
 
-        ``changing`` is the format of these members. Others as for `launch`.
+        ``changing`` is the format of these members. ``then`` is a kernel without a user's text, and its grid:
+        every launch enqueues it after this one, with the same parameters and ``pdl``, at a third of the host
+        time of a launch of its own. Others as for `launch`.
         """
-        return PreparedLaunch(self, grid, params, changing, cluster, pdl)
+        return PreparedLaunch(self, grid, params, changing, cluster, pdl, then)
 
     def _enqueue(self, buffers: _Buffers) -> int:
         self._get_context(buffers.context_ref)
@@ -253,6 +259,7 @@ class PreparedLaunch:
         "_launch_ex",
         "_params",
         "_pdl",
+        "_then",
     )
 
     def __init__(
@@ -263,6 +270,7 @@ class PreparedLaunch:
         changing: struct.Struct,
         cluster: tuple[int, int, int] | None,
         pdl: bool,
+        then: tuple[Kernel, tuple[int, int, int]] | None = None,
     ) -> None:
         self._kernel = kernel
         self._grid = grid
@@ -274,6 +282,7 @@ class PreparedLaunch:
         self._function = kernel._function
         self._cluster = cluster
         self._pdl = pdl
+        self._then = None if then is None else PreparedLaunch(*then, params, changing, None, pdl)
         self._free: list[_Buffers] = []
 
     def launch(self, stream: int, *members: int | bytes, context_is_current: bool = False) -> bool:
@@ -292,6 +301,8 @@ class PreparedLaunch:
                 self._free.append(buffers)
                 return False
             _STREAM.pack_into(buffers.config, _STREAM_AT, stream)
+            if buffers.then is not None:
+                _STREAM.pack_into(buffers.then[1].config, _STREAM_AT, stream)
             buffers.stream = stream
         if not context_is_current:
             self._get_context(buffers.context_ref)
@@ -303,9 +314,16 @@ class PreparedLaunch:
         keep_loaded = self._kernel._keep_loaded
         if stream and keep_loaded is not None:
             self._kernel._stay_if_captured(stream, buffers, keep_loaded)
+        latest = self
+        if buffers.then is not None and code == 0:
+            latest, after = buffers.then
+            if context_is_current:
+                code = self._launch_ex(after.config_ref, latest._function, after.argument, None)
+            else:
+                code = latest._kernel._enqueue(after)
         self._free.append(buffers)
         if code != 0:
-            raise self._kernel._failed(code, self._grid, self._cluster, self._pdl, stream)
+            raise latest._kernel._failed(code, latest._grid, latest._cluster, latest._pdl, stream)
         return context_is_current
 
     def _new_buffers(self) -> _Buffers:
@@ -317,6 +335,10 @@ class PreparedLaunch:
             _CALL.pack_into(buffers.config, 0, *self._grid, kernel._threads, 1, 1, kernel._smem_bytes, 0)
         except (ValueError, TypeError, struct.error) as error:
             raise kernel._bad_arguments(self._grid, self._params, 0, error) from None
+        if self._then is not None:
+            after = self._then._new_buffers()
+            after.argument = buffers.argument
+            buffers.then = self._then, after
         return buffers
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from struct import Struct
 from typing import NamedTuple
 
 from .. import jit
@@ -244,14 +243,15 @@ class PreparedMhaDecode:
             for spec in specs(call.dtype, rows, call.d_qk, call.d_v, features)
         ]
         ctas, team = call.b * call.h_kv * max_tiles, 1
-        self.scratch_bytes = 0
+        self.scratch_bytes = self._states_bytes = 0
+        then = None
         if not call.is_whole:
             teams, team = teams_of(call.h_kv, call.b * max_tiles, jit.device_info(call.device).sm_count)
             ctas = teams * team
             parts = 2 * ctas * tile.rows
             self._states_bytes = 8 * parts
-            self._parts_bytes = parts * 4 * CHUNK * ceil_div(call.d_v, CHUNK)
-            self.scratch_bytes = self._states_bytes + self._parts_bytes
+            self.scratch_bytes = self._states_bytes + parts * 4 * CHUNK * ceil_div(call.d_v, CHUNK)
+            then = combine, (ctas, tile.row_groups, 1)
         group_magic, group_shift = divisor(group)
         block_magic, block_shift = divisor(call.block_size)
         of_arrays = {name: getattr(call, f"{name}_strides") for name in _STRIDED}
@@ -292,13 +292,7 @@ class PreparedMhaDecode:
             scale_log2=(call.softcap or call.softmax_scale) * LOG2_E,
             score_scale=call.softmax_scale / call.softcap if call.softcap else 1.0,
         )
-        self._pack = PARAMS.changing.pack
-        packed = Struct(f"{PARAMS.changing.size}s")  # both kernels take the same bytes, which are packed once
-        self._launch = kernel.prepare((ctas, 1, 1), params, packed, pdl=True).launch
-        self._combine = None
-        if not call.is_whole:
-            grid = (ctas, tile.row_groups, 1)
-            self._combine = combine.prepare(grid, params, packed, pdl=True).launch
+        self._launch = kernel.prepare((ctas, 1, 1), params, PARAMS.changing, pdl=True, then=then).launch
 
     def launch(self, stream: int, addresses: tuple[int, ...], scratch: int, cache_length: int) -> None:
         """Enqueue the kernel, and the combine after it.
@@ -307,9 +301,4 @@ class PreparedMhaDecode:
         scratch, or 0; ``cache_length`` is the number of tokens in the cache of each request, where no array
         has it.
         """
-        if self._combine is None:
-            self._launch(stream, self._pack(*addresses, 0, 0, cache_length))
-            return
-        members = self._pack(*addresses, scratch, scratch + self._states_bytes, cache_length)
-        is_current = self._launch(stream, members)
-        self._combine(stream, members, context_is_current=is_current)
+        self._launch(stream, *addresses, scratch, scratch + self._states_bytes, cache_length)

@@ -146,7 +146,12 @@ class EmulatedKernel:
         self._emulator.run(self.spec, self._library, grid, params, cluster)
 
     def prepare(
-        self, grid: tuple[int, int, int], params: bytes, changing: struct.Struct, **options: Any
+        self,
+        grid: tuple[int, int, int],
+        params: bytes,
+        changing: struct.Struct,
+        then: tuple[EmulatedKernel, tuple[int, int, int]] | None = None,
+        **options: Any,
     ) -> SimpleNamespace:
         """See `rawmla.jit.Kernel.prepare`."""
 
@@ -154,6 +159,9 @@ class EmulatedKernel:
             packed = bytearray(params)
             changing.pack_into(packed, 0, *members)
             self.launch(grid, bytes(packed), stream, **options)
+            if then is not None:
+                kernel, its_grid = then
+                kernel.launch(its_grid, bytes(packed), stream)
 
         return SimpleNamespace(launch=launch)
 
