@@ -80,7 +80,7 @@ def as_window(window_size: Any) -> tuple[int, int]:
     if len(window_size) != 2:
         raise ValueError(f"window_size: expected a pair (left, right), got {len(window_size)} items")
     left, right = window_size
-    if left.__class__ is right.__class__ is int and left == right == -1:  # most calls have no window
+    if left.__class__ is int and right.__class__ is int and left == right == -1:  # as in most calls
         return NO_BOUND, NO_BOUND
     return _as_bound(left, "left"), _as_bound(right, "right")
 
