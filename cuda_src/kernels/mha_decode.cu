@@ -463,7 +463,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) mha_decode(const __gri
         mbarrier_init_fence();
     }
     prefetch_lengths(params);
-    if (!params.runs_beside) griddepcontrol_wait();
+    griddepcontrol_wait();
     griddepcontrol_launch_dependents();
     auto& counts = reinterpret_cast<i64(&)[kCounts]>(smem.k);  // where nothing is copied yet
     if (wg == 0 && !params.is_whole) count_blocks(params, counts);
@@ -479,7 +479,4 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) mha_decode(const __gri
     } else {
         BlockLoader(params, smem).run();
     }
-    // Later kernels wait for the end of this kernel, so it must not end before mha_forward.cu does. One CTA
-    // that waits is enough; the others end, which frees their SMs for CTAs that have not started.
-    if (params.runs_beside && blockIdx.x == gridDim.x - 1) griddepcontrol_wait();
 }

@@ -323,7 +323,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) mha_forward(const __gr
         tma_prefetch_descriptor(&params.out_map);
     }
     __syncthreads();
-    griddepcontrol_wait();
+    if (!OwnKeys::runs_beside(params)) griddepcontrol_wait();
     griddepcontrol_launch_dependents();
 
     if (wg_idx == 0) {
@@ -342,4 +342,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) mha_forward(const __gr
         setmaxnreg_inc<kRegisters>();
         Consumer{params, smem, wg_idx - 1 - kPagesGathered, warp_idx, threadIdx.x % 128 == 0}.run();
     }
+    // Later kernels wait for the end of this kernel, so it must not end before mha_decode.cu does. One CTA
+    // that waits is enough.
+    if (OwnKeys::runs_beside(params) && blockIdx.x == 0) griddepcontrol_wait();
 }

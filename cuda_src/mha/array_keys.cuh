@@ -10,6 +10,7 @@
 //   issue_qk, issue_pv         the products with a block
 //   pack                       probabilities as A fragments for issue_pv
 //   trim                       clears rows of V
+//   runs_beside(params)        the kernel starts before the one ahead of it ends
 #pragma once
 #include "mha/cta.cuh"
 #include "mha/softmax.cuh"
@@ -21,6 +22,7 @@ struct ArrayKeys {
     static constexpr int kSpan = kArrays;
     static constexpr bool kHasLists = false;
 
+    __device__ __forceinline__ static constexpr bool runs_beside(const Params&) { return false; }
     __device__ __forceinline__ static constexpr int column_of(int j) { return 8 * (j >> 2) + (j & 1); }
 
     struct Loader {

@@ -96,7 +96,6 @@ struct Params {
     int max_tiles;      // of the longest request, as the host knows it, or CTAs for them
     int most_tokens;    // longer requests have their results from mha_forward.cu
     int is_whole;       // a CTA attends whole pairs, whatever the batch
-    int runs_beside;    // starts before mha_forward.cu ends, which attends longer requests
     float scale_log2;   // of scores in base 2; with a softcap its factor after tanh
     float score_scale;  // softcap: before tanh
 };

@@ -66,6 +66,7 @@ struct Params {
     float k_scale_value, v_scale_value, out_scale_value;
 #if PAGE_ROWS
     int table_rows, seqlen_new, total_new;
+    int runs_beside;  // starts before mha_decode.cu ends, which attends shorter requests
 #endif
 #if FLEX
     i64 counts_strides[6], lists_strides[6];  // (batch, head, row) of partial and of full blocks

@@ -12,6 +12,8 @@ struct RowPages : ArrayKeys {
     static constexpr int kBoxes = kTileKeys / PAGE_ROWS;
     static_assert(kTileKeys % PAGE_ROWS == 0 && kBoxes <= 32, "a lane looks up a box");
 
+    __device__ __forceinline__ static bool runs_beside(const Params& params) { return params.runs_beside; }
+
     struct Loader {
         int row;  // of the block table, or without one the block
         int head;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from .common import ceil_div
 from .mha_decode import TILE_ROWS, MhaDecodeAddresses, MhaDecodeCall, PreparedMhaDecode
@@ -27,8 +28,8 @@ class PreparedCached:
 
     Requests with more query rows than a tile of decoding has go to dense attention, which loads keys once for
     128 of them. With segments the host does not know which requests these are: both kernels run, and each
-    leaves the other's requests alone. Decoding fills the SMs that dense attention leaves, unless it has new
-    tokens to append: then it runs first.
+    leaves the other's requests alone. Decoding comes first. It leaves SMs to dense attention, which starts
+    beside it and takes the others when they are free, unless new tokens have to be appended first.
     """
 
     def __init__(
@@ -39,11 +40,9 @@ class PreparedCached:
         ``paged``: there is a block table. ``serves_long``: dense attention knows how to read the call's
         arrays. ``capturing`` as in `rawmla.jit.get_kernel`.
         """
-        group = call.h_q // call.h_kv
-        most_tokens = decode_tokens(group)
-        self._launches: list[Callable[[int, tuple[int, ...], int, int], None]] = []
-        self._decode_bytes = self.scratch_bytes = 0
+        most_tokens = decode_tokens(call.h_q // call.h_kv)
         fits = not paged or reads_pages(call.block_size)
+        forward = None
         if (
             serves_long
             and fits
@@ -53,35 +52,47 @@ class PreparedCached:
         ):
             if not call.varlen_q:
                 most_tokens = 0
-            self._forward = PreparedMhaForward(_forward_call(call, paged, most_tokens), capturing)
-            self.scratch_bytes = self._forward.scratch_bytes
-            self._launches.append(self._launch_forward)
-            call = call._replace(most_tokens=most_tokens, runs_beside=not call.seqlen_new)
-        if not self._launches or call.seqlen_new or most_tokens:
+            leaves_sms = most_tokens > 0 and not call.seqlen_new
+            call = call._replace(most_tokens=most_tokens, leaves_sms=leaves_sms)
+            forward = PreparedMhaForward(_forward_call(call, paged), capturing)
+        decode = None
+        self._decode_bytes = self.scratch_bytes = 0
+        if forward is None or call.seqlen_new or most_tokens:
             decode = PreparedMhaDecode(call, capturing)
-            self._decode_bytes = ceil_div(decode.scratch_bytes, _ALIGNMENT) * _ALIGNMENT
-            self.scratch_bytes += self._decode_bytes
-            self._launches.insert(0 if call.seqlen_new else 1, decode.launch)
-        self.launch = self._launches[0] if len(self._launches) == 1 else self._launch_all
-        """Enqueues the kernels; arguments as of `PreparedMhaDecode.launch`."""
+            self.scratch_bytes = decode.scratch_bytes
+            self.launch = decode.launch
+            """Enqueues the kernels; arguments as of `PreparedMhaDecode.launch`."""
+        if forward is not None:
+            self._decode_bytes = ceil_div(self.scratch_bytes, _ALIGNMENT) * _ALIGNMENT
+            self.scratch_bytes = self._decode_bytes + forward.scratch_bytes
+            self.launch = partial(self._launch_all, forward, decode)
 
-    def _launch_all(self, stream: int, addresses: tuple[int, ...], scratch: int, cache_length: int) -> None:
-        for launch in self._launches:
-            launch(stream, addresses, scratch, cache_length)
-
-    def _launch_forward(self, stream: int, addresses: tuple[int, ...], scratch: int, _: int) -> None:
+    def _launch_all(
+        self,
+        forward: PreparedMhaForward,
+        decode: PreparedMhaDecode | None,
+        stream: int,
+        addresses: tuple[int, ...],
+        scratch: int,
+        cache_length: int,
+    ) -> None:
         given = MhaDecodeAddresses(*addresses)
         places = MhaForwardAddresses(
             given.q, given.k_cache, given.v_cache, given.out, given.lse, given.cu_seqlens_q,
             given.cu_seqlens_k, 0, given.cache_seqlens, given.attn_sink, given.alibi_slopes,
             given.block_table,
         )  # fmt: skip
-        scratch += self._decode_bytes
-        self._forward.launch(stream, places, scratch, given.cache_batch_idx, given.cu_seqlens_k_new)
+        of_forward = scratch + self._decode_bytes
+        forward.begin(stream, of_forward)
+        if decode is not None:
+            decode.launch(stream, addresses, scratch, cache_length)
+        forward.attend(stream, places, of_forward, given.cache_batch_idx, given.cu_seqlens_k_new)
+        if decode is not None:
+            decode.combine(stream, addresses, scratch, cache_length)
 
 
-def _forward_call(call: MhaDecodeCall, paged: bool, skip_tokens: int) -> MhaForwardCall:
-    """The call of dense attention for requests with more than ``skip_tokens`` query tokens."""
+def _forward_call(call: MhaDecodeCall, paged: bool) -> MhaForwardCall:
+    """The call of dense attention for requests with more than ``most_tokens`` query tokens."""
     capacity = call.block_size * call.table_columns
     return MhaForwardCall(
         device=call.device,
@@ -117,7 +128,8 @@ def _forward_call(call: MhaDecodeCall, paged: bool, skip_tokens: int) -> MhaForw
             table_stride=call.table_stride,
             seqlen_new=call.seqlen_new,
             total_new=call.total_new,
-            skip_tokens=skip_tokens,
+            skip_tokens=call.most_tokens,
             is_whole=call.is_whole,
+            runs_beside=call.leaves_sms,
         ),
     )

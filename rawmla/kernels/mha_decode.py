@@ -23,6 +23,8 @@ MOST_WHOLE_CTAS = 1 << 15
 """The most CTAs that attend whole pairs, unless requests times KV heads are more. Every request has as many
 as the longest one, so most may have no work.
 """
+_SHARE_BESIDE = 0.5
+"""Share of the multiprocessors that read caches as fast as all, so that dense attention can have the rest."""
 _BLOCK_ROWS = 64
 """Tokens of a tile of a block of keys."""
 
@@ -75,7 +77,7 @@ class MhaDecodeCall(NamedTuple):
     alibi_stride_b: int = 0
     most_tokens: int = 2**31 - 1  # longer requests have no results, but new tokens
     is_whole: bool = False  # one order of sums, whatever the batch
-    runs_beside: bool = False  # launched after dense attention, and starts before it ends
+    leaves_sms: bool = False  # to dense attention, which is launched before the combine
 
 
 class MhaDecodeAddresses(NamedTuple):
@@ -124,7 +126,7 @@ PARAMS = ParamStruct(
     U32("block_magic"),
     I32("window_left", "window_right"),
     I32("rotary_dim", "rotary_rows", "rotary_interleaved", "rotates_by_token"),
-    I32("alibi_stride_b", "sink_dtype", "max_tiles", "most_tokens", "is_whole", "runs_beside"),
+    I32("alibi_stride_b", "sink_dtype", "max_tiles", "most_tokens", "is_whole"),
     F32("scale_log2", "score_scale"),
 )
 
@@ -246,7 +248,10 @@ class PreparedMhaDecode:
         self.scratch_bytes = self._states_bytes = 0
         then = None
         if not call.is_whole:
-            teams, team = teams_of(call.h_kv, call.b * max_tiles, jit.device_info(call.device).sm_count)
+            sm_count = jit.device_info(call.device).sm_count
+            if call.leaves_sms:
+                sm_count = max(1, int(_SHARE_BESIDE * sm_count))
+            teams, team = teams_of(call.h_kv, call.b * max_tiles, sm_count)
             ctas = teams * team
             parts = 2 * ctas * tile.rows
             self._states_bytes = 8 * parts
@@ -277,7 +282,7 @@ class PreparedMhaDecode:
                 "rotary_rows",
                 "rotary_interleaved",
             ),
-            **fields(call, "rotates_by_token", "alibi_stride_b", "most_tokens", "is_whole", "runs_beside"),
+            **fields(call, "rotates_by_token", "alibi_stride_b", "most_tokens", "is_whole"),
             group=group,
             team=team,
             heads_of_cta=call.h_kv // team,
@@ -292,13 +297,22 @@ class PreparedMhaDecode:
             scale_log2=(call.softcap or call.softmax_scale) * LOG2_E,
             score_scale=call.softmax_scale / call.softcap if call.softcap else 1.0,
         )
+        self._combine = None
+        if call.leaves_sms and then is not None:
+            self._combine = combine.prepare(then[1], params, PARAMS.changing, pdl=True).launch
+            then = None
         self._launch = kernel.prepare((ctas, 1, 1), params, PARAMS.changing, pdl=True, then=then).launch
 
     def launch(self, stream: int, addresses: tuple[int, ...], scratch: int, cache_length: int) -> None:
-        """Enqueue the kernel, and the combine after it.
+        """Enqueue the kernel, and the combine after it unless the call leaves SMs.
 
         ``addresses`` has the order of `MhaDecodeAddresses`; ``scratch`` is the address of 16-byte aligned
         scratch, or 0; ``cache_length`` is the number of tokens in the cache of each request, where no array
         has it.
         """
         self._launch(stream, *addresses, scratch, scratch + self._states_bytes, cache_length)
+
+    def combine(self, stream: int, addresses: tuple[int, ...], scratch: int, cache_length: int) -> None:
+        """Enqueue the combine of a call that leaves SMs; arguments as of `launch`."""
+        if self._combine is not None:
+            self._combine(stream, *addresses, scratch, scratch + self._states_bytes, cache_length)

@@ -65,6 +65,7 @@ class RowCache(NamedTuple):
     total_new: int  # of their array
     skip_tokens: int  # the most query tokens of a request that has no results
     is_whole: bool  # keys are not split
+    runs_beside: bool  # starts before mha_decode.cu ends
 
     def in_pieces(self, tile_keys: int) -> bool:
         """Whether a block may have only a part of the keys of a tile."""
@@ -176,7 +177,7 @@ def params_of(mod_bytes: tuple[int, int] | None = None, has_rows: bool = False) 
         ]
     if has_rows:
         first += POINTER(*RowCacheAddresses._fields)
-        of_lists = I32("table_rows", "seqlen_new", "total_new")
+        of_lists = I32("table_rows", "seqlen_new", "total_new", "runs_beside")
     return ParamStruct(
         changing(first),
         I64("out_stride_b", "out_stride_s", "out_stride_h"),
@@ -254,11 +255,24 @@ class PreparedMhaForward:
         # By the addresses of q, k, v, out and the caches.
         self._maps = TensorMaps(partial(_maps, call, group, tile.keys, out_by_rows))
         # What functions read may be loaded ahead of griddepcontrol.wait: nothing overlaps the kernel before.
-        pdl = mods is None and not self._is_counted
+        pdl = mods is None and (not self._is_counted or rows is not None)
         self._launch = kernel.prepare((min(tiles, sms), 1, 1), params, declared.changing, pdl=pdl).launch
 
     def launch(self, stream: int, addresses: tuple[int, ...], scratch: int, *of_mods: Any) -> None:
         """Enqueue the kernel; before it the clearing of a counter, or after it the combine, where needed.
+
+        Arguments as of `attend`.
+        """
+        self.begin(stream, scratch)
+        self.attend(stream, addresses, scratch, *of_mods)
+
+    def begin(self, stream: int, scratch: int) -> None:
+        """Enqueue the clearing of a counter, where needed."""
+        if self._is_counted:
+            jit.clear(scratch, _COUNTER_BYTES, stream, self._call.device)
+
+    def attend(self, stream: int, addresses: tuple[int, ...], scratch: int, *of_mods: Any) -> None:
+        """Enqueue the kernel some time after `begin`, and the combine, where needed.
 
         ``addresses`` has the order of `MhaForwardAddresses`; the last ones may be missing. ``scratch`` is the
         address of 16-byte aligned scratch, or 0. ``of_mods``: with `Mods`, the addresses in the order of
@@ -267,10 +281,8 @@ class PreparedMhaForward:
         addresses += _NOT_GIVEN[len(addresses) :]
         arrays = addresses[:4] if self._call.cache is None else (*addresses[:4], *addresses[12:14])
         maps = self._maps[arrays]
-        counter = o_accum = lse_accum = 0
-        if self._is_counted:
-            counter = scratch
-            jit.clear(counter, _COUNTER_BYTES, stream, self._call.device)
+        counter = scratch if self._is_counted else 0
+        o_accum = lse_accum = 0
         if self._combine is not None:
             o_accum, lse_accum = self._combine.places(scratch)
         self._launch(stream, *maps, *addresses[3:], o_accum, lse_accum, counter, *of_mods)
@@ -401,6 +413,7 @@ def _row_params(rows: RowCache) -> dict[str, Any]:
     magic, shift = divisor(rows.block_size)
     return {
         **fields(rows, "num_blocks", "block_size", "table_rows", "table_stride", "seqlen_new", "total_new"),
+        **fields(rows, "runs_beside"),
         "block_magic": magic,
         "block_shift": shift,
     }
