@@ -12,17 +12,14 @@ from .mha_forward_variants import PAGE_ROWS
 
 _ALIGNMENT = 128
 _ROWS_BESIDE = TILE_ROWS[1]
-"""Query rows of a request up to which decoding is faster than dense attention: a larger tile of decoding would
-cost requests of one token time.
+"""Query rows of a tile of decoding beside dense attention. Most requests have one token, and with larger
+tiles they would take longer than memory does.
 """
 
 
-def decode_tokens(group: int, rows: int = TILE_ROWS[-1]) -> int:
-    """Return how many query tokens of a request have at most `rows` query rows, with `group` heads a KV head.
-
-    By default, for how many decoding alone is meant.
-    """
-    return max(rows // group, 1)
+def decode_tokens(group: int) -> int:
+    """Return how many query tokens of a request decoding alone is meant for, with `group` heads a KV head."""
+    return max(TILE_ROWS[-1] // group, 1)
 
 
 def reads_pages(block_size: int) -> bool:
@@ -47,8 +44,7 @@ class PreparedCached:
         ``paged``: there is a block table. ``serves_long``: dense attention knows how to read the call's
         arrays. ``capturing`` as in `rawmla.jit.get_kernel`.
         """
-        group = call.h_q // call.h_kv
-        most_tokens = decode_tokens(group)
+        most_tokens = decode_tokens(call.h_q // call.h_kv)
         fits = not paged or reads_pages(call.block_size)
         forward = None
         if (
@@ -60,10 +56,8 @@ class PreparedCached:
         ):
             if not call.varlen_q:
                 most_tokens = 0
-            elif not call.is_whole:  # whose bits may not depend on other requests
-                most_tokens = decode_tokens(group, _ROWS_BESIDE)
             leaves_sms = most_tokens > 0 and not call.seqlen_new
-            call = call._replace(most_tokens=most_tokens, leaves_sms=leaves_sms)
+            call = call._replace(most_tokens=most_tokens, most_rows=_ROWS_BESIDE, leaves_sms=leaves_sms)
             forward = PreparedMhaForward(_forward_call(call, paged), capturing)
         decode = None
         self._decode_bytes = self.scratch_bytes = 0

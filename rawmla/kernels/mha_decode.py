@@ -23,8 +23,11 @@ MOST_WHOLE_CTAS = 1 << 15
 """The most CTAs that attend whole pairs, unless requests times KV heads are more. Every request has as many
 as the longest one, so most may have no work.
 """
-_SHARE_BESIDE = 0.5
-"""Share of the multiprocessors that read caches as fast as all, so that dense attention can have the rest."""
+_SHARES_BESIDE = 0.7, 0.25
+"""Share of the multiprocessors that decoding has while dense attention has the others: with few query tokens
+a request, and with `_MANY_TOKENS`.
+"""
+_MANY_TOKENS = 64
 _BLOCK_ROWS = 64
 """Tokens of a tile of a block of keys."""
 
@@ -76,6 +79,7 @@ class MhaDecodeCall(NamedTuple):
     has_alibi: bool = False
     alibi_stride_b: int = 0
     most_tokens: int = 2**31 - 1  # longer requests have no results, but new tokens
+    most_rows: int = TILE_ROWS[-1]  # query rows of a tile
     is_whole: bool = False  # one order of sums, whatever the batch
     leaves_sms: bool = False  # to dense attention, which is launched before the combine
 
@@ -236,13 +240,14 @@ class PreparedMhaDecode:
         group = call.h_q // call.h_kv
         rows = min(call.max_seqlen_q, call.most_tokens) * group
         features = Features(call.softcap > 0, call.has_alibi, call.cache_fp8, call.q_fp8)
-        tile = tile_of(rows, call.d_qk, call.d_v, call.cache_fp8)
+        tile_rows = min(rows, call.most_rows)
+        tile = tile_of(tile_rows, call.d_qk, call.d_v, call.cache_fp8)
         max_tiles = ceil_div(max(rows, 1), tile.rows)
         if call.is_whole:
             max_tiles = max(1, min(max_tiles, MOST_WHOLE_CTAS // (call.b * call.h_kv)))
         kernel, combine = [
             jit.get_kernel(spec, call.device, capturing=capturing)
-            for spec in specs(call.dtype, rows, call.d_qk, call.d_v, features)
+            for spec in specs(call.dtype, tile_rows, call.d_qk, call.d_v, features)
         ]
         ctas, team = call.b * call.h_kv * max_tiles, 1
         self.scratch_bytes = self._states_bytes = 0
@@ -250,7 +255,8 @@ class PreparedMhaDecode:
         if not call.is_whole:
             sm_count = jit.device_info(call.device).sm_count
             if call.leaves_sms:
-                sm_count = max(1, int(_SHARE_BESIDE * sm_count))
+                share = _SHARES_BESIDE[call.total_q >= _MANY_TOKENS * call.b]
+                sm_count = max(1, int(share * sm_count))
             teams, team = teams_of(call.h_kv, call.b * max_tiles, sm_count)
             ctas = teams * team
             parts = 2 * ctas * tile.rows
