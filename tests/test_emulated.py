@@ -278,12 +278,12 @@ def test_requests_of_one_length_are_cut_alike(emulator: Emulator) -> None:
 
 
 def test_decoding_beside_dense_attention(emulator: Emulator) -> None:
-    """Its end need not come first: here decoding runs before it, and the combine after both."""
+    """Neither needs the other's end: here dense attention runs first, and the combine after both."""
     late: list[tuple[Any, ...]] = []
     run = emulator.run
 
     def run_late(spec: Any, *launch: Any) -> None:
-        if spec.name == "mha_forward":
+        if spec.name == "mha_decode":
             late.append((spec, *launch))
             return
         run(spec, *launch)
@@ -293,7 +293,7 @@ def test_decoding_beside_dense_attention(emulator: Emulator) -> None:
     case = KvCacheCase((700, 90, 0, 300), q_lengths=(1, 70, 2, 80), h_q=2, h_kv=1, causal=True)
     with mock.patch.object(emulator, "run", run_late):
         checked(emulator, make_kvcache_call(case, "cpu"))
-    assert names(emulator) == ["mha_decode", "mha_forward", "mha_decode_combine"]
+    assert names(emulator) == ["mha_forward", "mha_decode", "mha_decode_combine"]
 
 
 # ---- lists of blocks that a user wrote
